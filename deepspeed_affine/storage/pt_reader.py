@@ -1,0 +1,204 @@
+"""Reading a torch .pt file from its metadata alone: names, shapes and where every byte is. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from deepspeed_affine.errors import CheckpointFormatError
+from deepspeed_affine.storage.dtypes import ITEM_SIZES, LEGACY_STORAGE_DTYPES
+from deepspeed_affine.storage.refs import META_LOCATION, Global, StorageRef
+from deepspeed_affine.storage.unpickle import load_inert
+from deepspeed_affine.storage.zip_reader import ZipDirectory, read_directory
+
+__all__ = ["Loaded", "PtArchive", "load_pickle"]
+
+_ZIP_START = b"PK\x03\x04"
+_MAX_SMALL_RECORD = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PtArchive:
+    """What a .pt file is apart from its object: its records and every storage its pickle names."""
+
+    path: str
+    prefix: str
+    file_size: int
+    storages: Mapping[str, StorageRef]
+    has_crc: bool
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _archive, (self.path, self.prefix, self.file_size, dict(self.storages), self.has_crc)
+
+
+def _archive(path: str, prefix: str, file_size: int, storages: dict[str, StorageRef], has_crc: bool) -> PtArchive:
+    return PtArchive(path, prefix, file_size, MappingProxyType(storages), has_crc)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A file's object graph (tensors as TensorRef, foreign objects as StandIn) and its archive."""
+
+    root: Any
+    archive: PtArchive
+
+
+def load_pickle(path: str | os.PathLike[str]) -> Loaded:
+    """Return the object graph of the .pt file at ``path``; no tensor byte is read and nothing in it is executed.
+
+    Raises CheckpointFormatError naming the file when it is missing, truncated, damaged, compressed, of the other
+    byte order, or in torch's format of before 1.6.
+    """
+    name = os.path.abspath(os.fspath(path))
+    try:
+        fd = os.open(name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    except OSError as exc:
+        raise CheckpointFormatError(
+            f"{name}: cannot be opened ({exc.strerror}); expected a .pt file. Check the path and its permissions.",
+            file=name,
+        ) from exc
+    try:
+        return _load(fd, name)
+    except OSError as exc:
+        raise CheckpointFormatError(
+            f"{name}: cannot be read ({exc.strerror}); expected a .pt file. Check the disk it is on.", file=name
+        ) from exc
+    finally:
+        os.close(fd)
+
+
+def _load(fd: int, path: str) -> Loaded:
+    start = os.pread(fd, 4, 0)
+    if start != _ZIP_START:
+        raise _not_a_zip(path, start, os.fstat(fd).st_size)
+    directory = read_directory(fd, path)
+    prefix = _prefix(directory)
+    if f"{prefix}/constants.pkl" in directory.records:
+        raise CheckpointFormatError(
+            f"{path}: is a TorchScript program; expected a checkpoint written by torch.save. Pass the checkpoint.",
+            file=path,
+        )
+    _check_byte_order(fd, directory, prefix)
+    storages = _Storages(fd, directory, prefix)
+    data = directory.read(fd, directory.records[f"{prefix}/data.pkl"])
+    root = load_inert(data, storages.persistent_load, path)
+    archive = PtArchive(path, prefix, directory.file_size, MappingProxyType(storages.found), storages.has_crc)
+    return Loaded(root, archive)
+
+
+def _not_a_zip(path: str, start: bytes, size: int) -> CheckpointFormatError:
+    if size == 0:
+        return CheckpointFormatError(
+            f"{path}: is empty; expected a file written by torch.save. Copy it again from where it was saved.",
+            file=path,
+        )
+    if start[:1] == b"\x80" or start[:2] in (b"\x1f\x8b", b"./"):
+        return CheckpointFormatError(
+            f"{path}: is in the format torch.save wrote before torch 1.6 (or with "
+            "_use_new_zipfile_serialization=False); expected the zip format. Where you trust the file, save it again: "
+            "torch.save(torch.load(path, weights_only=False), path).",
+            file=path,
+        )
+    return CheckpointFormatError(
+        f"{path}: starts with {start!r}; expected a zip file written by torch.save. The file is damaged, or it is "
+        "not a checkpoint file.",
+        file=path,
+    )
+
+
+def _prefix(directory: ZipDirectory) -> str:
+    """Return the folder inside the archive that holds ``data.pkl``: torch names it after the file."""
+    found = [name[: -len("/data.pkl")] for name in directory.records if name.endswith("/data.pkl")]
+    top = [prefix for prefix in found if prefix and "/" not in prefix]
+    if len(top) != 1:
+        raise CheckpointFormatError(
+            f"{directory.path}: has {len(top)} records named data.pkl; expected exactly one, as torch.save writes. "
+            "This zip file is not a checkpoint file.",
+            file=directory.path,
+        )
+    return top[0]
+
+
+def _check_byte_order(fd: int, directory: ZipDirectory, prefix: str) -> None:
+    record = directory.records.get(f"{prefix}/byteorder")
+    if record is None:
+        return
+    order = directory.read(fd, record) if record.size <= _MAX_SMALL_RECORD else b"?"
+    if order != b"little":
+        raise CheckpointFormatError(
+            f"{directory.path}: its byte order is {order.decode('ascii', 'backslashreplace')!r}; expected 'little'. "
+            "Load and save it again on a little-endian machine: torch.save(torch.load(path), path).",
+            file=directory.path,
+        )
+
+
+class _Storages:
+    """Turns the persistent ids of one file into storage references, each checked against its record."""
+
+    def __init__(self, fd: int, directory: ZipDirectory, prefix: str) -> None:
+        self.fd = fd
+        self.directory = directory
+        self.prefix = prefix
+        self.found: dict[str, StorageRef] = {}
+        self.has_crc = True
+
+    def persistent_load(self, pid: Any) -> StorageRef:
+        path = self.directory.path
+        if (
+            type(pid) is not tuple
+            or len(pid) < 5
+            or pid[0] != "storage"
+            or not isinstance(pid[1], Global)
+            or type(pid[2]) is not str
+            or type(pid[3]) is not str
+            or type(pid[4]) is not int
+        ):
+            raise ValueError("a persistent id that is not torch's ('storage', class, key, location, count)")
+        _, cls, key, location, numel = pid[:5]
+        dtype = LEGACY_STORAGE_DTYPES.get(cls.qualname)
+        if dtype is None:
+            raise CheckpointFormatError(
+                f"{path}: storage {key!r} is a {cls}; expected one of torch's storage classes. This version of "
+                "torch is newer than this package: save with an older torch.",
+                file=path,
+            )
+        known = self.found.get(key)
+        if known is not None:
+            if (known.dtype, known.numel, known.location) == (dtype, numel, location):
+                return known
+            if numel * ITEM_SIZES[dtype] > known.nbytes:
+                raise self._wrong_size(key, dtype, numel, known.nbytes)
+            return StorageRef(path, key, dtype, numel, known.byte_offset, known.crc32, location)
+        made = self._open(key, dtype, numel, location)
+        self.found[key] = made
+        return made
+
+    def _open(self, key: str, dtype: str, numel: int, location: str) -> StorageRef:
+        path, name = self.directory.path, f"{self.prefix}/data/{key}"
+        record = self.directory.records.get(name)
+        if record is None:
+            if location == META_LOCATION:
+                return StorageRef(path, key, dtype, 0, 0, None, location)
+            raise CheckpointFormatError(
+                f"{path}: storage {key!r} is named by the pickle and has no record {name!r}; expected one. The file "
+                "is damaged: copy it again from where it was saved.",
+                file=path,
+            )
+        if numel < 0 or numel * ITEM_SIZES[dtype] != record.size:
+            raise self._wrong_size(key, dtype, numel, record.size)
+        # With crc32 switched off torch leaves the field zero; a true checksum of zero is lost with it, harmlessly.
+        crc = record.crc32 if record.crc32 or not record.size else None
+        if crc is None:
+            self.has_crc = False
+        return StorageRef(path, key, dtype, numel, self.directory.data_offset(self.fd, record), crc, location)
+
+    def _wrong_size(self, key: str, dtype: str, numel: int, size: int) -> CheckpointFormatError:
+        path = self.directory.path
+        return CheckpointFormatError(
+            f"{path}: storage {key!r} should hold {numel} elements of {dtype} and its record has {size} bytes; "
+            "expected both to agree. The file is damaged: copy it again from where it was saved.",
+            file=path,
+        )
