@@ -78,7 +78,8 @@ class _Sources:
             made.set_(self.storage(ref.storage), ref.offset, ref.shape, ref.strides)
         if ref.parameter:
             # Spelled out, because setting the saved attributes on a live Parameter could run its setters.
-            args = (made, ref.requires_grad, OrderedDict[str, Any]())
+            hooks: OrderedDict[Any, Any] = OrderedDict()
+            args = (made, ref.requires_grad, hooks)
             if not ref.state:
                 return torch._utils._rebuild_parameter, args
             state = attribute_names(ref.state) if type(ref.state) is dict else ref.state
