@@ -1,0 +1,1 @@
+"""Execution: moving the bytes that a plan names."""

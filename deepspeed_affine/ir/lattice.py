@@ -1,0 +1,384 @@
+"""Exact set algebra on strided integer sets, whatever their strides.
+
+A lattice is the set ``key + sum(i_k * stride_k)`` for ``0 <= i_k < n_k``. Every element also carries a *mate*: a
+second integer that is affine in the same indices (the address on the other side of a piece). All functions here
+work on *proper* lattices: digits in order of falling stride, each stride larger than the span of the digits
+after it, so that elements in increasing order are indices in lexicographic order. ``proper`` splits anything
+else, interleaved digits included, into proper lattices.
+
+Intersection and difference descend through windows. Take the operand with the larger outer stride; its outer
+index enumerates disjoint windows of the line. Against the other operand, the windows repeat with a period, so one
+window per residue is solved and the answer is repeated by one digit. The work follows the size of the answer
+and not the number of elements: where strides divide each other the period is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from math import gcd
+from typing import NamedTuple
+
+from deepspeed_affine.errors import BudgetExceededError
+
+__all__ = ["Budget", "Lattice", "Meeting", "coalesce", "contains", "intersect", "iterate", "proper", "span", "subtract"]
+
+Digit = tuple[int, int, int]
+"""``(extent, key stride, mate stride)``; the extent is two or more."""
+
+DEFAULT_STEPS = 2_000_000
+
+
+class Lattice(NamedTuple):
+    """A proper lattice and the mate of each of its elements."""
+
+    key: int
+    mate: int
+    digits: tuple[Digit, ...]
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for extent, _, _ in self.digits:
+            count *= extent
+        return count
+
+    @property
+    def last(self) -> int:
+        """The largest key."""
+        return self.key + span(self.digits)
+
+
+class Meeting(NamedTuple):
+    """Common elements of two lattices with both mates; digits are ``(extent, key, mate of a, mate of b)``."""
+
+    key: int
+    mate_a: int
+    mate_b: int
+    digits: tuple[tuple[int, int, int, int], ...]
+
+
+class Budget:
+    """Counts steps of work and stops with ``BudgetExceededError`` when they exceed what was granted."""
+
+    __slots__ = ("_granted", "_left", "_what")
+
+    def __init__(self, what: str, granted: int = DEFAULT_STEPS) -> None:
+        self._what = what
+        self._granted = granted
+        self._left = granted
+
+    @property
+    def used(self) -> int:
+        return self._granted - self._left
+
+    def spend(self, steps: int = 1) -> None:
+        self._left -= steps
+        if self._left < 0:
+            raise BudgetExceededError(
+                f"{self._what} needs more than {self._granted} steps; its strides interleave without a short common "
+                "period. Describe the layout with strides that divide each other."
+            )
+
+
+def span(digits: Iterable[Digit]) -> int:
+    """Distance from the first to the last key."""
+    return sum((extent - 1) * stride for extent, stride, _ in digits)
+
+
+def iterate(lattice: Lattice) -> Iterator[tuple[int, int]]:
+    """Yield ``(key, mate)`` of every element in increasing key order."""
+    if not lattice.digits:
+        yield lattice.key, lattice.mate
+        return
+    (extent, stride, mate), inner = lattice.digits[0], lattice.digits[1:]
+    for index in range(extent):
+        yield from iterate(Lattice(lattice.key + index * stride, lattice.mate + index * mate, inner))
+
+
+def coalesce(digits: list[Digit]) -> tuple[Digit, ...]:
+    """Fuse neighbouring digits that step through one longer run on both sides; the digits come sorted."""
+    fused: list[Digit] = []
+    for extent, stride, mate in digits:
+        if fused:
+            outer, outer_stride, outer_mate = fused[-1]
+            if outer_stride == extent * stride and outer_mate == extent * mate:
+                fused[-1] = (outer * extent, stride, mate)
+                continue
+        fused.append((extent, stride, mate))
+    return tuple(fused)
+
+
+def proper(key: int, mate: int, digits: Iterable[Digit], budget: Budget | None = None) -> list[Lattice]:
+    """Return disjoint-by-index proper lattices holding each index of the given digits exactly once.
+
+    An interleaved digit (its stride does not clear the span of those below) is cut into residue classes that do.
+    Two of the results share a key only if the input named that key twice.
+    """
+    ordered = sorted([digit for digit in digits if digit[0] != 1], key=lambda digit: (digit[1], digit[2]))
+    if any(extent == 0 for extent, _, _ in ordered):
+        return []
+    reach = 0
+    starts = [(key, mate)]
+    built: list[Digit] = []
+    for extent, stride, mate_stride in ordered:
+        classes = min(reach // stride + 1, extent)
+        if classes > 1:
+            return _cut_interleaved(starts, built, (extent, stride, mate_stride), ordered, budget)
+        reach += (extent - 1) * stride
+        built.append((extent, stride, mate_stride))
+    return [Lattice(key, mate, coalesce(built[::-1]))]
+
+
+def _cut_interleaved(
+    starts: list[tuple[int, int]],
+    below: list[Digit],
+    digit: Digit,
+    ordered: list[Digit],
+    budget: Budget | None,
+) -> list[Lattice]:
+    """Cut ``digit`` into residues that clear the span below it, then treat the digits above in each class."""
+    budget = budget or Budget("Splitting an interleaved piece")
+    extent, stride, mate_stride = digit
+    (key, mate), above = starts[0], ordered[len(below) + 1 :]
+    reach = span(below)
+    classes = min(reach // stride + 1, extent)
+    budget.spend(classes)
+    result: list[Lattice] = []
+    for residue in range(classes):
+        count = (extent - residue + classes - 1) // classes
+        digits = [*below, *above]
+        if count > 1:
+            digits.append((count, classes * stride, classes * mate_stride))
+        result += proper(key + residue * stride, mate + residue * mate_stride, digits, budget)
+    return result
+
+
+def _ceil(value: int, divisor: int) -> int:
+    return -((-value) // divisor)
+
+
+def contains(lattice: Lattice, key: int) -> int | None:
+    """The mate of ``key``, or None when the lattice does not hold it."""
+    rest = key - lattice.key
+    mate = lattice.mate
+    if rest < 0:
+        return None
+    for extent, stride, mate_stride in lattice.digits:
+        index = rest // stride
+        if index >= extent:
+            index = extent - 1
+        rest -= index * stride
+        mate += index * mate_stride
+    return mate if rest == 0 else None
+
+
+def _units(lattice: Lattice, first: int, last: int) -> Lattice:
+    """The lattice with its outer index kept to ``first..last``."""
+    (_, stride, mate), inner = lattice.digits[0], lattice.digits[1:]
+    count = last - first + 1
+    digits = ((count, stride, mate), *inner) if count > 1 else inner
+    return Lattice(lattice.key + first * stride, lattice.mate + first * mate, digits)
+
+
+def intersect(a: Lattice, b: Lattice, budget: Budget | None = None) -> list[Meeting]:
+    """Return the common keys of two proper lattices with both mates, exactly and without repetition."""
+    budget = budget or Budget("Intersecting two pieces")
+    return _intersect(a, b, budget)
+
+
+def _intersect(a: Lattice, b: Lattice, budget: Budget) -> list[Meeting]:
+    budget.spend()
+    if not a.digits:
+        mate = contains(b, a.key)
+        return [] if mate is None else [Meeting(a.key, a.mate, mate, ())]
+    if not b.digits:
+        mate = contains(a, b.key)
+        return [] if mate is None else [Meeting(b.key, mate, b.mate, ())]
+    b_last = b.last
+    if b_last < a.key or a.last < b.key:
+        return []
+    if a.digits == b.digits and a.key == b.key:
+        return [
+            Meeting(
+                a.key, a.mate, b.mate, tuple([(n, s, u, w[2]) for (n, s, u), w in zip(a.digits, b.digits, strict=True)])
+            )
+        ]
+    if len(a.digits) == 1 and len(b.digits) == 1:
+        return _progressions(a, b)
+    if a.digits[0][1] < b.digits[0][1]:
+        return [
+            Meeting(key, mate_a, mate_b, tuple([(n, s, u, w) for n, s, w, u in digits]))
+            for key, mate_b, mate_a, digits in _intersect(b, a, budget)
+        ]
+    extent, stride, a_step = a.digits[0]
+    b_extent, b_stride, b_step = b.digits[0]
+    a_reach, b_reach = span(a.digits[1:]), span(b.digits[1:])
+    first = max(0, _ceil(b.key - a_reach - a.key, stride))
+    last = min(extent - 1, (b_last - a.key) // stride)
+    # A window is interior when every repetition of b that could touch it exists, so that b looks periodic from it.
+    inner_first = max(first, _ceil(b.key + b_reach - b_stride + 1 - a.key, stride))
+    inner_last = min(last, (b.key + b_extent * b_stride - 1 - a_reach - a.key) // stride)
+    result: list[Meeting] = []
+    edges = [*range(first, min(inner_first, last + 1)), *range(max(inner_last + 1, inner_first, first), last + 1)]
+    period = b_stride // gcd(stride, b_stride)
+    jobs = [(index, 1) for index in edges]
+    count = inner_last - inner_first + 1
+    for residue in range(min(period, max(count, 0))):
+        jobs.append((inner_first + residue, (count - residue + period - 1) // period))
+    for index, repeats in jobs:
+        window = _units(a, index, index)
+        low = max(0, _ceil(window.key - b_reach - b.key, b_stride))
+        high = min(b_extent - 1, (window.key + a_reach - b.key) // b_stride)
+        if high < low:
+            budget.spend()
+            continue
+        found = _intersect(window, _units(b, low, high), budget)
+        if repeats > 1:
+            shift = period * stride
+            digit = (repeats, shift, period * a_step, shift // b_stride * b_step)
+            found = [Meeting(m.key, m.mate_a, m.mate_b, (digit, *m.digits)) for m in found]
+        result += found
+    return result
+
+
+def _progressions(a: Lattice, b: Lattice) -> list[Meeting]:
+    """Two single progressions meet in one progression of stride lcm, found by the extended Euclid."""
+    (a_extent, stride, a_step), (_, b_stride, b_step) = a.digits[0], b.digits[0]
+    common = gcd(stride, b_stride)
+    delta = b.key - a.key
+    if delta % common:
+        return []
+    modulus = b_stride // common
+    index = (delta // common * pow(stride // common, -1, modulus)) % modulus if modulus > 1 else 0
+    lowest = max(0, _ceil(delta, stride))
+    index += _ceil(lowest - index, modulus) * modulus
+    top = min(a_extent - 1, (b.last - a.key) // stride)
+    if index > top:
+        return []
+    count = (top - index) // modulus + 1
+    key = a.key + index * stride
+    b_index = (key - b.key) // b_stride
+    digits = ()
+    if count > 1:
+        shift = modulus * stride
+        digits = ((count, shift, modulus * a_step, shift // b_stride * b_step),)  # type: ignore[assignment]
+    return [Meeting(key, a.mate + index * a_step, b.mate + b_index * b_step, digits)]
+
+
+def subtract(a: Lattice, b: Lattice, budget: Budget | None = None) -> list[Lattice]:
+    """Return the elements of ``a`` whose key ``b`` does not hold, each once, with their mates."""
+    budget = budget or Budget("Subtracting one piece from another")
+    return _subtract(a, b, budget)
+
+
+def _subtract(a: Lattice, b: Lattice, budget: Budget) -> list[Lattice]:
+    budget.spend()
+    a_last, b_last = a.last, b.last
+    if b_last < a.key or a_last < b.key:
+        return [a]
+    if not a.digits:
+        return [a] if contains(b, a.key) is None else []
+    if (
+        a.key == b.key
+        and len(a.digits) == len(b.digits)
+        and all(x[0] == y[0] and x[1] == y[1] for x, y in zip(a.digits, b.digits, strict=True))
+    ):
+        return []
+    if not b.digits or a.digits[0][1] >= b.digits[0][1]:
+        return _subtract_by_own_windows(a, b, b_last, budget)
+    return _subtract_by_other_windows(a, b, budget)
+
+
+def _subtract_by_own_windows(a: Lattice, b: Lattice, b_last: int, budget: Budget) -> list[Lattice]:
+    extent, stride, a_step = a.digits[0]
+    a_reach = span(a.digits[1:])
+    first = max(0, _ceil(b.key - a_reach - a.key, stride))
+    last = min(extent - 1, (b_last - a.key) // stride)
+    if last < first:
+        return [a]
+    result: list[Lattice] = []
+    if first > 0:
+        result.append(_units(a, 0, first - 1))
+    if last < extent - 1:
+        result.append(_units(a, last + 1, extent - 1))
+    if not b.digits:
+        for index in range(first, last + 1):
+            result += _subtract(_units(a, index, index), b, budget)
+        return result
+    b_extent, b_stride, _ = b.digits[0]
+    b_reach = span(b.digits[1:])
+    inner_first = max(first, _ceil(b.key + b_reach - b_stride + 1 - a.key, stride))
+    inner_last = min(last, (b.key + b_extent * b_stride - 1 - a_reach - a.key) // stride)
+    edges = [*range(first, min(inner_first, last + 1)), *range(max(inner_last + 1, inner_first, first), last + 1)]
+    period = b_stride // gcd(stride, b_stride)
+    jobs = [(index, 1) for index in edges]
+    count = inner_last - inner_first + 1
+    for residue in range(min(period, max(count, 0))):
+        jobs.append((inner_first + residue, (count - residue + period - 1) // period))
+    for index, repeats in jobs:
+        window = _units(a, index, index)
+        low = max(0, _ceil(window.key - b_reach - b.key, b_stride))
+        high = min(b_extent - 1, (window.key + a_reach - b.key) // b_stride)
+        rest = [window] if high < low else _subtract(window, _units(b, low, high), budget)
+        result += _repeat(rest, repeats, period * stride, period * a_step)
+    return result
+
+
+def _subtract_by_other_windows(a: Lattice, b: Lattice, budget: Budget) -> list[Lattice]:
+    """The subtrahend is the coarser one: walk its windows, and give each the units of ``a`` that start before the next.
+
+    Units are ordered and disjoint, so only the first unit of a cell can also reach back into the previous window.
+    """
+    extent, stride, a_step = a.digits[0]
+    b_extent, b_stride, _ = b.digits[0]
+    a_reach, b_reach = span(a.digits[1:]), span(b.digits[1:])
+
+    def first_unit(window: int) -> int:
+        return _ceil(b.key + window * b_stride - a_reach - a.key, stride)
+
+    result: list[Lattice] = []
+    head = min(max(first_unit(0), 0), extent)
+    if head > 0:
+        result.append(_units(a, 0, head - 1))
+    # Windows whose cell lies wholly inside a, and which have a window before them, look alike up to the period.
+    low = max(1, _ceil(a.key + a_reach - b.key - stride + 1, b_stride))
+    while low < b_extent and first_unit(low) < 0:
+        low += 1
+    high = min(b_extent - 2, (a.key + (extent + 1) * stride - b.key) // b_stride)
+    while high >= low and first_unit(high + 1) > extent:
+        high -= 1
+    period = stride // gcd(stride, b_stride)
+    count = max(high - low + 1, 0)
+    jobs = [(low + residue, (count - residue + period - 1) // period) for residue in range(min(period, count))]
+    reached = max(0, (a.key - b.key) // b_stride - 2)
+    end = min(b_extent, (a.last - b.key) // b_stride + 2)
+    jobs += [(window, 1) for window in (*range(reached, min(low, end)), *range(max(high + 1, low, reached), end))]
+    for window, repeats in jobs:
+        budget.spend()
+        start = max(first_unit(window), 0)
+        stop = extent if window == b_extent - 1 else min(first_unit(window + 1), extent)
+        if start >= stop:
+            continue
+        rest: list[Lattice] = []
+        reaches_back = window > 0 and a.key + start * stride <= b.key + (window - 1) * b_stride + b_reach
+        if reaches_back:
+            rest += _subtract(_units(a, start, start), _units(b, window - 1, window), budget)
+            start += 1
+        if start < stop:
+            rest += _subtract(_units(a, start, stop - 1), _units(b, window, window), budget)
+        result += _repeat(rest, repeats, period * b_stride, period * b_stride // stride * a_step)
+    return result
+
+
+def _repeat(lattices: list[Lattice], repeats: int, shift: int, mate_shift: int) -> list[Lattice]:
+    if repeats == 1:
+        return lattices
+    digit = (repeats, shift, mate_shift)
+    repeated: list[Lattice] = []
+    for lattice in lattices:
+        digits = (digit, *lattice.digits)
+        if shift > span(lattice.digits):
+            repeated.append(Lattice(lattice.key, lattice.mate, coalesce(list(digits))))
+        else:
+            repeated += proper(lattice.key, lattice.mate, digits)
+    return repeated
