@@ -42,7 +42,7 @@ class StorageRef:
 class TensorRef:
     """A strided view of a stored storage; ``offset`` and ``strides`` count elements of the storage's dtype.
 
-    ``parameter`` marks a torch.nn.Parameter, whose python attributes, if it was saved with any, are in ``state``.
+    ``parameter`` marks a torch.nn.Parameter. ``state`` holds the python attributes the tensor was saved with, if any.
     """
 
     storage: StorageRef

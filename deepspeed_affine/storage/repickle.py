@@ -82,9 +82,17 @@ class _Sources:
             args = (made, ref.requires_grad, hooks)
             if not ref.state:
                 return torch._utils._rebuild_parameter, args
-            state = attribute_names(ref.state) if type(ref.state) is dict else ref.state
-            return torch._utils._rebuild_parameter_with_state, (*args, state)
+            return torch._utils._rebuild_parameter_with_state, (*args, _attributes(ref.state))
         if ref.requires_grad:
             made.requires_grad_(True)
         reduced: tuple[Any, ...] = made.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+        if ref.state:
+            return torch._tensor._rebuild_from_type_v2, (reduced[0], torch.Tensor, reduced[1], _attributes(ref.state))
         return reduced
+
+
+def _attributes(state: Any) -> Any:
+    """Return a tensor's saved attributes, a dict or a pair of dicts, named as live ones would be."""
+    if type(state) is tuple:
+        return tuple(_attributes(part) for part in state)
+    return attribute_names(state) if type(state) is dict else state

@@ -124,6 +124,16 @@ def _parameter(args: tuple[Any, ...]) -> Any:
     return TensorRef(data.storage, data.offset, data.shape, data.strides, args[1] is True, True, state)
 
 
+def _with_attributes(args: tuple[Any, ...]) -> Any:
+    # A tensor that carries python attributes, as ZeRO-3's flat groups do. A subclass may hold its data elsewhere.
+    if len(args) != 4 or args[1] not in _PLAIN_TENSORS or type(args[2]) is not tuple:
+        return _NOT_SIMPLE
+    made = build(args[0], args[2])
+    if type(made) is not TensorRef or made.parameter:
+        return _NOT_SIMPLE
+    return TensorRef(made.storage, made.offset, made.shape, made.strides, made.requires_grad, False, args[3])
+
+
 def _ordered_dict(args: tuple[Any, ...]) -> Any:
     if not args:
         return OrderedDict()
@@ -178,6 +188,7 @@ def _complex(args: tuple[Any, ...]) -> Any:
     return _NOT_SIMPLE
 
 
+_PLAIN_TENSORS = (Global("torch", "Tensor"), Global("torch._tensor", "Tensor"))
 _MAKERS: dict[tuple[str, str], _Maker] = {
     ("torch._utils", "_rebuild_tensor"): _tensor,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
@@ -185,6 +196,7 @@ _MAKERS: dict[tuple[str, str], _Maker] = {
     ("torch._utils", "_rebuild_meta_tensor_no_storage"): _meta_tensor,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+    ("torch._tensor", "_rebuild_from_type_v2"): _with_attributes,
     ("collections", "OrderedDict"): _ordered_dict,
     ("torch", "Size"): _size,
     ("builtins", "set"): _set_of(set),
