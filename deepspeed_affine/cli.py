@@ -1,0 +1,85 @@
+"""The two console commands: arguments in, exit code out. Nothing heavy is imported before a command runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from deepspeed_affine._version import __version__
+from deepspeed_affine.errors import AffineError
+
+__all__ = ["ds_affine", "ds_to_universal"]
+
+DONE, DIFFERENT, COULD_NOT = 0, 1, 2
+
+VERBS = {
+    "demo": "train a tiny model, convert its checkpoint and show that DeepSpeed's converter agrees",
+    "parity": "run DeepSpeed's converter and ours on one checkpoint and compare every file",
+}
+"""The verbs of ``ds_affine``; each is a module of ``commands`` with ``add_arguments`` and ``run``."""
+
+
+def ds_to_universal(argv: Sequence[str] | None = None) -> int:
+    """Convert with the affine converter when ``--affine`` is given, else hand over to DeepSpeed's own command."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    convert = import_module("deepspeed_affine.commands.convert")
+    parser = argparse.ArgumentParser(
+        prog="ds_to_universal",
+        description="Convert a DeepSpeed checkpoint to a universal checkpoint. With --affine the conversion is "
+        "done by deepspeed_affine: one pass, checked, published by one rename. Without it, DeepSpeed's own "
+        "converter runs with the options it knows.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"deepspeed-affine {__version__}")
+    convert.add_arguments(parser)
+    asks_help = any(argument in ("-h", "--help", "--version") for argument in arguments)
+    if arguments and "--affine" not in arguments and not asks_help:
+        hand_over = import_module("deepspeed_affine.hooks.stock").hand_over
+        return int(hand_over(arguments))
+    args = parser.parse_args(arguments)
+    if not args.affine:
+        parser.error("nothing to do: give --affine and the folders, or DeepSpeed's own options")
+    return _guarded("ds_to_universal", convert.run, args)
+
+
+def ds_affine(argv: Sequence[str] | None = None) -> int:
+    """Run one verb of the toolbox and return its exit code: 0 done, 1 compared and different, 2 could not."""
+    parser = argparse.ArgumentParser(
+        prog="ds_affine", description="Tools around affine maps of DeepSpeed checkpoints.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"deepspeed-affine {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for verb, summary in VERBS.items():
+        sub = verbs.add_parser(verb, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        module = import_module(f"deepspeed_affine.commands.{verb}")
+        module.add_arguments(sub)
+        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        sub.set_defaults(run=module.run)
+    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    return _guarded("ds_affine", args.run, args)
+
+
+def _guarded(program: str, run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    try:
+        return run(args)
+    except AffineError as error:
+        if args.debug:
+            traceback.print_exc()
+        for line in error.message.splitlines():
+            print(f"{program}: error: {line}", file=sys.stderr)
+    except OSError as error:
+        if args.debug:
+            traceback.print_exc()
+        print(f"{program}: error: {_os_error(error)}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted; nothing was published", file=sys.stderr)
+    return COULD_NOT
+
+
+def _os_error(error: OSError) -> str:
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror or error}; the operating system refused, nothing was published"

@@ -1,0 +1,254 @@
+"""``ds_to_universal --affine``: metadata, a plan, proof, one pass over the bytes, and one rename to publish."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from deepspeed_affine.commands.conversion import ConversionOptions, Suspect, build_plan
+from deepspeed_affine.errors import Faults, IntegrityError, PolicyError
+from deepspeed_affine.execute.checkpoint import Checkpoint, read_checkpoint
+from deepspeed_affine.execute.convert import ExecutionOptions, execute, find_drift, memory_bound
+from deepspeed_affine.execute.prove import Drift, shards_identical
+from deepspeed_affine.execute.sources import FlatSources
+from deepspeed_affine.lowering.policy import IdenticalShards, OnDrift, ScaledStates
+from deepspeed_affine.lowering.stock_rules import StockRules
+from deepspeed_affine.plan.conversion import ConversionPlan
+from deepspeed_affine.storage.output import StagedFolder, replace_text
+from deepspeed_affine.storage.tensors import FileMaps
+
+__all__ = ["add_arguments", "run"]
+
+NEWEST_KNOWN = "0.19.8"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Every option of DeepSpeed's command, and our own after them."""
+    stock = parser.add_argument_group("options of DeepSpeed's command")
+    stock.add_argument("--input_folder", required=True, help="DeepSpeed checkpoint folder, the one with the .pt files")
+    stock.add_argument("--output_folder", required=True, help="universal checkpoint folder to make")
+    stock.add_argument("--num_extract_workers", type=_positive, default=4, help="parallel workers, as --workers")
+    stock.add_argument("--num_merge_workers", type=_positive, default=2, help="parallel workers, as --workers")
+    stock.add_argument(
+        "--keep_temp_folder",
+        action="store_true",
+        help="keep the private folder an unsuccessful conversion leaves (there are no slice files to keep)",
+    )
+    stock.add_argument(
+        "--no_strict",
+        dest="strict",
+        action="store_false",
+        help="report patterns that match no parameter, do not refuse",
+    )
+    stock.add_argument(
+        "--inject_missing_state",
+        action="store_true",
+        help="convert a checkpoint without universal_checkpoint_info as one without tensor parallelism",
+    )
+    ours = parser.add_argument_group("options of the affine converter")
+    ours.add_argument("--affine", action="store_true", help="convert with deepspeed_affine")
+    ours.add_argument("--workers", type=_positive, default=None, help="threads; default: the larger of the two above")
+    ours.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
+    ours.add_argument(
+        "--on-drift",
+        choices=[choice.value for choice in OnDrift],
+        default=OnDrift.ERROR.value,
+        help="what to do where ranks that must agree do not: refuse, take their average, take the first rank's",
+    )
+    ours.add_argument(
+        "--scaled-states",
+        choices=[choice.value for choice in ScaledStates],
+        default=ScaledStates.REFUSE.value,
+        help="what to do with optimizer states of parameters that ranks hold scaled",
+    )
+    ours.add_argument(
+        "--identical-shards",
+        choices=[choice.value for choice in IdenticalShards],
+        default=IdenticalShards.REFUSE.value,
+        help="what to do with a parameter said to be split whose shards are byte-identical on all ranks",
+    )
+    ours.add_argument("--no-source-crc", action="store_true", help="do not check source storages against their CRC")
+    ours.add_argument("--no-fsync", action="store_true", help="do not wait until the output is on the disk")
+    ours.add_argument("--json", action="store_true", help="print the plan or the result as JSON")
+    ours.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert, or with ``--dry-run`` print the plan; returns the exit code."""
+    source, target = os.path.abspath(args.input_folder), os.path.abspath(args.output_folder)
+    if source == target:
+        raise PolicyError(f"{target}: is both input and output folder; give the output a folder of its own.")
+    options = ConversionOptions(
+        rules=StockRules.for_version(_deepspeed_version()),
+        strict=args.strict,
+        inject_missing_state=args.inject_missing_state,
+        on_drift=OnDrift(args.on_drift),
+        scaled_states=ScaledStates(args.scaled_states),
+    )
+    execution = ExecutionOptions(
+        workers=args.workers or max(args.num_extract_workers, args.num_merge_workers),
+        source_crc=not args.no_source_crc,
+        fsync=not args.no_fsync,
+        progress=sys.stderr.isatty() and not args.json,
+    )
+    staged = StagedFolder(target)
+    checkpoint = read_checkpoint(source)
+    plan, suspects = build_plan(checkpoint, options)
+    with FileMaps() as maps:
+        identical = _identical(plan, suspects, maps)
+        if identical:
+            plan = _resolve_identical(checkpoint, options, plan, identical, IdenticalShards(args.identical_shards))
+        summary = _summary(checkpoint, plan, execution, target)
+        if args.dry_run:
+            _print(summary, args.json)
+            return 0
+        if not args.json:
+            print(_headline(summary), flush=True)
+        drifts = find_drift(plan, FlatSources(plan.storages, maps), execution)
+        _judge_drift(drifts, options.on_drift)
+        summary["drift"] = [drift.describe() for drift in drifts]
+        with staged:
+            try:
+                written = execute(plan, maps, staged.path, execution)
+                staged.publish(fsync=execution.fsync)
+            except BaseException:
+                if args.keep_temp_folder:
+                    staged.keep()
+                raise
+    replace_text(os.path.join(os.path.dirname(target), "latest_universal"), os.path.basename(target))
+    summary["bytes_written"] = written
+    _print(summary, args.json)
+    return 0
+
+
+def _positive(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return number
+
+
+def _deepspeed_version() -> str:
+    try:
+        return version("deepspeed")
+    except PackageNotFoundError:
+        return NEWEST_KNOWN
+
+
+def _identical(plan: ConversionPlan, suspects: tuple[Suspect, ...], maps: FileMaps) -> list[str]:
+    sources = FlatSources(plan.storages, maps)
+    return [
+        suspect.param for suspect in suspects if all(shards_identical(shards, sources) for shards in suspect.states)
+    ]
+
+
+def _resolve_identical(
+    checkpoint: Checkpoint,
+    options: ConversionOptions,
+    plan: ConversionPlan,
+    names: list[str],
+    policy: IdenticalShards,
+) -> ConversionPlan:
+    if policy is IdenticalShards.SPLIT:
+        return plan
+    if policy is IdenticalShards.REPLICATED:
+        return build_plan(checkpoint, replace(options, replicated=frozenset(names)))[0]
+    faults = Faults()
+    for name in names:
+        faults.add(
+            IntegrityError(
+                f"parameter {name!r}: its shards are byte-identical on all {checkpoint.tp_degree} tensor-parallel "
+                "ranks, in every state, while its metadata says they are parts; DeepSpeed would write it "
+                f"{checkpoint.tp_degree} times over. Choose --identical-shards replicated (one copy; right for norms "
+                "and biases that DeepSpeed 0.18.9 forgot to list) or split (concatenate).",
+                param=name,
+            )
+        )
+    faults.raise_if_any()
+    return plan
+
+
+def _judge_drift(drifts: list[Drift], policy: OnDrift) -> None:
+    if policy is not OnDrift.ERROR:
+        return
+    faults = Faults()
+    for drift in drifts:
+        faults.add(
+            IntegrityError(
+                f"{drift.describe()}. Copies of one value must agree; choose --on-drift average or first to convert "
+                "knowingly.",
+                param=drift.param,
+            )
+        )
+    faults.raise_if_any()
+
+
+def _summary(checkpoint: Checkpoint, plan: ConversionPlan, execution: ExecutionOptions, target: str) -> dict[str, Any]:
+    return {
+        "input_folder": checkpoint.folder.path,
+        "output_folder": target,
+        "zero_stage": checkpoint.stage,
+        "degrees": {"tp": checkpoint.tp_degree, "pp": checkpoint.pp_degree, "dp": checkpoint.dp_degree},
+        "parameters": len(plan.params),
+        "files": len(plan.tensors) + len(plan.objects) + len(plan.copies),
+        "bytes_in": plan.bytes_in,
+        "bytes_out": plan.bytes_out,
+        "memory_bound_bytes": memory_bound(plan, execution),
+        "workers": execution.workers,
+        "states": sorted({task.state for task in plan.tensors}),
+        "truncated": sorted({task.param for task in plan.tensors if task.shape != task.map_shape}),
+        "averaged": sorted({task.param for task in plan.tensors if task.fill == "average"}),
+        "reset": sorted({f"{task.param}/{task.state}" for task in plan.tensors if task.fill == "zero"}),
+        "storages_without_crc": sum(storage.crc32 is None for storage in plan.storages),
+        "notes": list(plan.notes),
+        "drift": [],
+    }
+
+
+def _headline(summary: dict[str, Any]) -> str:
+    degrees = ", ".join(f"{axis.upper()} {degree}" for axis, degree in summary["degrees"].items())
+    return (
+        f"{summary['input_folder']}: ZeRO-{summary['zero_stage']}, {degrees}; {summary['parameters']} parameters, "
+        f"{summary['files']} files, {_size(summary['bytes_in'])} in, {_size(summary['bytes_out'])} out, "
+        f"at most {_size(summary['memory_bound_bytes'])} of memory"
+    )
+
+
+def _print(summary: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(summary, indent=2))
+        return
+    written = summary.get("bytes_written")
+    if written is None:
+        print(_headline(summary))
+        print(f"states: {', '.join(summary['states']) or 'none'}")
+    for key, words in (
+        ("truncated", "vocabulary padding cut off"),
+        ("averaged", "replicas averaged"),
+        ("reset", "reset to zeros"),
+    ):
+        if summary[key]:
+            print(f"{words}: {', '.join(summary[key])}")
+    for line in [*summary["notes"], *summary["drift"]]:
+        print(f"note: {line}")
+    if summary["storages_without_crc"]:
+        print(f"note: {summary['storages_without_crc']} source storages carry no usable CRC and were not checked")
+    if written is not None:
+        print(f"{summary['output_folder']}: {_size(written)} written")
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

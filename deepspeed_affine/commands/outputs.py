@@ -1,0 +1,103 @@
+"""The output files that are not one tensor: the shared optimizer state, and model-state files kept or amended."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from deepspeed_affine.errors import CheckpointFormatError, UnsupportedLayoutError
+from deepspeed_affine.execute.checkpoint import AUTOEP_KEYS, UC_INFO, Checkpoint
+from deepspeed_affine.plan.conversion import CopiedFile, ObjectFile
+from deepspeed_affine.storage.pt_reader import load_pickle
+
+__all__ = ["copied_files", "object_files"]
+
+SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
+LAYER_FIELDS = ("moe_layer_id", "module_path", "expert_key_prefix", "num_experts", "num_local_experts", "ep_size")
+EXPERT_PATTERNS = "expert_parameter_patterns"
+
+
+def object_files(checkpoint: Checkpoint) -> list[ObjectFile]:
+    """``zero/optimizer_state.pt``, and with experts every model-state file with the layers written into it."""
+    size = 0
+    if checkpoint.stage == 3 and checkpoint.optimizer_file is not None:
+        # The file is the first rank's whole optimizer state, tensors included.
+        size = os.path.getsize(checkpoint.optimizer_file)
+    files = [ObjectFile("zero/optimizer_state.pt", _optimizer_state(checkpoint), size)]
+    if checkpoint.experts:
+        files += [
+            ObjectFile(os.path.basename(path), _with_layers(checkpoint, path), os.path.getsize(path))
+            for path in _model_paths(checkpoint)
+        ]
+    return files
+
+
+def copied_files(checkpoint: Checkpoint) -> tuple[CopiedFile, ...]:
+    """The model-state files that go into the output as they are."""
+    if checkpoint.experts:
+        return ()
+    return tuple(CopiedFile(os.path.basename(path), path, os.path.getsize(path)) for path in _model_paths(checkpoint))
+
+
+def _model_paths(checkpoint: Checkpoint) -> list[str]:
+    return sorted(file.path for file in checkpoint.model_files)
+
+
+def _optimizer_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    if checkpoint.optimizer_file is None:
+        return _without_zero(checkpoint)
+    file = checkpoint.optimizer_file
+    # The graph is loaded anew: it is edited here, and other plans hold parts of the first reading.
+    state = load_pickle(file).root["optimizer_state_dict"]
+    if checkpoint.stage == 3:
+        state["param_groups"] = state["optimizer_state_dict"]["param_groups"]
+        return dict(state) if type(state) is not dict else state
+    base = state["base_optimizer_state"]
+    if not isinstance(base, Mapping):
+        raise UnsupportedLayoutError(
+            f"{file}: saved with elastic_checkpoint, which keeps no parameter groups, so the universal checkpoint would "
+            "lose every hyperparameter. Load it in DeepSpeed, set elastic_checkpoint to false and save again.",
+            file=file,
+        )
+    if state.get("partition_count"):
+        state["partition_count"] = [checkpoint.dp_degree] * len(state["partition_count"])
+    if state.get("group_paddings"):
+        state["group_paddings"] = [0] * len(state["group_paddings"])
+    kept = {key: value for key, value in state.items() if key not in SHARDED}
+    kept["param_groups"] = base["param_groups"]
+    return kept
+
+
+def _without_zero(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The little DeepSpeed's universal loader asks for, from a model-state file saved without ZeRO."""
+    path = checkpoint.model_files[0].path
+    optimizer = load_pickle(path).root.get("optimizer")
+    while isinstance(optimizer, Mapping) and "param_groups" not in optimizer:
+        optimizer = optimizer.get("optimizer_state_dict")
+    if not isinstance(optimizer, Mapping):
+        raise CheckpointFormatError(
+            f"{path}: holds no optimizer parameter groups; a checkpoint saved by an engine with an optimizer is "
+            "expected. To export weights only, use zero_to_fp32 or the export command.",
+            file=path,
+        )
+    return {"param_groups": optimizer["param_groups"]}
+
+
+def _with_layers(checkpoint: Checkpoint, path: str) -> Any:
+    root = load_pickle(path).root
+    info = root.setdefault(UC_INFO, {})
+    if checkpoint.stage == 3:
+        info[EXPERT_PATTERNS] = [r".*\.experts\.w[123]$"]
+        info[AUTOEP_KEYS[0]] = next((root[key] for key in AUTOEP_KEYS if root.get(key) is not None), None)
+        return root
+    info[EXPERT_PATTERNS] = [r"\.experts\.w[123]$"]
+    layers: dict[str, dict[str, Any]] = {}
+    for file in checkpoint.model_files:
+        # Read anew, so that no string of the amended graph is shared with the original one.
+        for entry in file.autoep or ():
+            layers.setdefault(
+                entry["expert_key_prefix"], {field: entry[field] for field in LAYER_FIELDS if field in entry}
+            )
+    info[AUTOEP_KEYS[0]] = list(layers.values())
+    return root

@@ -1,0 +1,245 @@
+"""Executing a conversion plan, file to file: threads gather bounded chunks and write them where they belong.
+
+Memory is one arena a thread plus file maps; it does not depend on the size of the model or of any tensor.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from deepspeed_affine.errors import IntegrityError
+from deepspeed_affine.execute.fill import IntervalFiller, chunk_bounds
+from deepspeed_affine.execute.prove import Drift, measure_drift
+from deepspeed_affine.execute.sources import FlatSources
+from deepspeed_affine.plan.conversion import ConversionPlan, CopiedFile, ObjectFile, SourceStorage, TensorFile
+from deepspeed_affine.storage.crc import crc32_combine
+from deepspeed_affine.storage.pt_writer import NewTensor, PtLayout, TensorFileWriter, archive_name
+from deepspeed_affine.storage.repickle import save_objects
+from deepspeed_affine.storage.tensors import FileMaps
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ExecutionOptions", "execute", "find_drift", "memory_bound"]
+
+CHUNK_BYTES = 8 << 20
+"""An arena's size: large enough that calls cost little, small enough to stay in a processor's cache."""
+
+COPY_BYTES = 16 << 20
+BASE_BYTES = 200 << 20
+"""What the process itself needs: interpreter, torch, metadata."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionOptions:
+    """How a plan is executed; none of it changes what is written."""
+
+    workers: int = 2
+    source_crc: bool = True
+    fsync: bool = True
+    progress: bool = False
+
+
+def memory_bound(plan: ConversionPlan, options: ExecutionOptions) -> int:
+    """The most memory, in bytes, the conversion holds at once, beside pages of the files it maps."""
+    arenas = options.workers * CHUNK_BYTES * (2 if any(task.fill == "average" for task in plan.tensors) else 1)
+    return BASE_BYTES + arenas
+
+
+def find_drift(plan: ConversionPlan, sources: FlatSources, options: ExecutionOptions) -> list[Drift]:
+    """Every pair of holders whose bytes differ, in the order of the plan; this is the proof of P2."""
+    tasks = [task for task in plan.tensors if task.replicas]
+    with ThreadPoolExecutor(options.workers) as pool:
+        return [drift for found in pool.map(lambda task: measure_drift(task, sources), tasks) for drift in found]
+
+
+def execute(plan: ConversionPlan, maps: FileMaps, folder: str, options: ExecutionOptions) -> int:
+    """Every file of the plan is complete in ``folder``; returns the bytes written.
+
+    Source storages are checked against their recorded CRC in the same run. The first failure stops the rest.
+    """
+    return _Execution(plan, maps, folder, options).run()
+
+
+class _Execution:
+    def __init__(self, plan: ConversionPlan, maps: FileMaps, folder: str, options: ExecutionOptions) -> None:
+        self.plan = plan
+        self.maps = maps
+        self.sources = FlatSources(plan.storages, maps)
+        self.folder = folder
+        self.options = options
+        self.arenas = threading.local()
+        self.written = 0
+        self.lock = threading.Lock()
+
+    def run(self) -> int:
+        for directory in sorted({os.path.dirname(self.path(file.path)) for file in self._files()}):
+            os.makedirs(directory, exist_ok=True)
+        with self._progress() as self.advance, ThreadPoolExecutor(self.options.workers) as pool:
+            futures: list[Future[None]] = [pool.submit(job) for job in self._jobs()]
+            done, rest = wait(futures, return_when=FIRST_EXCEPTION)
+            if rest:
+                pool.shutdown(cancel_futures=True)
+            for future in done:
+                future.result()
+        return self.written
+
+    def _files(self) -> Iterable[TensorFile | ObjectFile | CopiedFile]:
+        return (*self.plan.tensors, *self.plan.objects, *self.plan.copies)
+
+    def path(self, relative: str) -> str:
+        return os.path.join(self.folder, *relative.split("/"))
+
+    def _jobs(self) -> Iterator[Callable[[], None]]:
+        """Large files first, so that no thread is left with one at the end."""
+        for task in sorted(self.plan.tensors, key=lambda item: -item.nbytes):
+            writer = _TensorWriter(task, self)
+            bounds = list(chunk_bounds(task, max(1, CHUNK_BYTES // task.itemsize)))
+            share = max(1, -(-len(bounds) // (4 * self.options.workers)))
+            groups = [bounds[start : start + share] for start in range(0, len(bounds), share)] or [[]]
+            writer.expect(len(groups))
+            for group in groups:
+                yield lambda writer=writer, group=group: writer.write(group)  # type: ignore[misc]
+        for file in self.plan.objects:
+            yield lambda file=file: self._object(file)  # type: ignore[misc]
+        for copied in self.plan.copies:
+            yield lambda copied=copied: self._copy(copied)  # type: ignore[misc]
+        if self.options.source_crc:
+            for storage in self.plan.storages:
+                if storage.crc32 is not None:
+                    yield lambda storage=storage: self._check(storage)  # type: ignore[misc]
+
+    def arena(self, task: TensorFile, numel: int) -> torch.Tensor:
+        import torch
+
+        found = getattr(self.arenas, "bytes", None)
+        if found is None:
+            found = self.arenas.bytes = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+        typed: torch.Tensor = found.view(getattr(torch, task.dtype))
+        return typed[:numel]
+
+    def _object(self, file: ObjectFile) -> None:
+        path = self.path(file.path)
+        save_objects(path, file.root, maps=self.maps)
+        self._finish(path)
+
+    def _copy(self, file: CopiedFile) -> None:
+        path = self.path(file.path)
+        with open(file.source, "rb") as source, open(path, "wb") as target:
+            shutil.copyfileobj(source, target, COPY_BYTES)
+        shutil.copystat(file.source, path)
+        self._finish(path)
+
+    def _finish(self, path: str) -> None:
+        if self.options.fsync:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        self.count(os.path.getsize(path))
+
+    def count(self, nbytes: int) -> None:
+        with self.lock:
+            self.written += nbytes
+            self.advance(nbytes)
+
+    def _check(self, storage: SourceStorage) -> None:
+        view = memoryview(self.maps.region(storage.file)).cast("B")
+        view = view[storage.byte_offset : storage.byte_offset + storage.nbytes]
+        found = 0
+        for start in range(0, storage.nbytes, CHUNK_BYTES):
+            found = zlib.crc32(view[start : start + CHUNK_BYTES], found)
+        if found != storage.crc32:
+            raise IntegrityError(
+                f"{storage.file}: storage {storage.key!r} has CRC {found:08x}, its file records {storage.crc32:08x}; the "
+                "file was damaged after it was saved. Use another checkpoint, or read it all the same with "
+                "--no-source-crc.",
+                file=storage.file,
+            )
+
+    @contextmanager
+    def _progress(self) -> Iterator[Callable[[int], object]]:
+        if not self.options.progress:
+            yield lambda nbytes: None
+            return
+        from tqdm import tqdm
+
+        with tqdm(total=self.plan.bytes_out, unit="B", unit_scale=True, desc="converting") as bar:
+            yield bar.update
+
+
+class _TensorWriter:
+    """One output file of one tensor, written by several threads and completed by the last of them."""
+
+    def __init__(self, task: TensorFile, execution: _Execution) -> None:
+        self.task = task
+        self.execution = execution
+        self.filler = IntervalFiller(task, execution.sources)
+        self.lock = threading.Lock()
+        self.file: TensorFileWriter | None = None
+        self.waiting = 0
+        self.sums: dict[int, tuple[int, int]] = {}
+
+    def expect(self, groups: int) -> None:
+        self.waiting = groups
+
+    def write(self, bounds: list[tuple[int, int]]) -> None:
+        """The intervals are in the file; whoever finishes the last group closes it."""
+        with self.lock:
+            if self.file is None:
+                self.file = self._create()
+        file = self.file
+        try:
+            self._write_intervals(file, bounds)
+        except BaseException:
+            file.close()
+            raise
+        with self.lock:
+            self.waiting -= 1
+            if self.waiting:
+                return
+        self._complete(file)
+
+    def _write_intervals(self, file: TensorFileWriter, bounds: list[tuple[int, int]]) -> None:
+        import torch
+
+        itemsize = self.task.itemsize
+        for start, stop in bounds:
+            data = self.filler.contiguous(start, stop)
+            if data is None:
+                data = self.execution.arena(self.task, stop - start)
+                self.filler.fill(start, stop, data)
+            view = memoryview(data.view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
+            crc = zlib.crc32(view)
+            file.write("0", start * itemsize, view)
+            with self.lock:
+                self.sums[start] = (crc, len(view))
+            self.execution.count(len(view))
+
+    def _create(self) -> TensorFileWriter:
+        tensor = NewTensor(self.task.dtype, self.task.shape)
+        root: Any = tensor
+        if self.task.entries is not None:
+            root = {key: tensor if key == self.task.tensor_key else value for key, value in self.task.entries}
+        path = self.execution.path(self.task.path)
+        layout = PtLayout(root, archive_name(self.task.path))
+        self.execution.count(layout.file_size - tensor.nbytes)
+        return TensorFileWriter(path, layout)
+
+    def _complete(self, file: TensorFileWriter) -> None:
+        with file:
+            crc = 0
+            for start in sorted(self.sums):
+                crc = crc32_combine(crc, *self.sums[start])
+            file.finish({"0": crc} if self.sums else {})
+            if self.execution.options.fsync:
+                file.sync()

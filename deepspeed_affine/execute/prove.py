@@ -1,0 +1,175 @@
+"""Proof by bytes: what a plan takes for one value must be one value in every file that holds it.
+
+Compared are bytes, not numbers, so NaN equals NaN and 0.0 does not equal -0.0. Nothing is written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from deepspeed_affine.execute.sources import FlatSources
+from deepspeed_affine.ir import AffinePiece
+from deepspeed_affine.plan.conversion import Replica, ShardPieces, TensorFile, overlapping_pairs
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Drift", "measure_drift", "shards_identical"]
+
+BLOCK_ELEMENTS = 1 << 20
+"""How many differing candidates are examined at a time while measuring, so that memory stays bounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """Two holders of the same elements whose bytes differ, measured.
+
+    ``first`` is the first differing element in F's coordinates. ``max_ulp`` counts representable values between
+    the two most distant ones; it is None where a dtype has no such order.
+    """
+
+    param: str
+    state: str
+    labels: tuple[str, str]
+    first: tuple[int, ...]
+    differing: int
+    compared: int
+    max_abs: float
+    max_ulp: int | None
+
+    def describe(self) -> str:
+        ulp = "" if self.max_ulp is None else f", {self.max_ulp} ulp"
+        return (
+            f"parameter {self.param!r}, state {self.state!r}: {self.labels[0]} and {self.labels[1]} hold different "
+            f"bytes, first at element {self.first}; {self.differing} of {self.compared} elements differ, by at most "
+            f"{self.max_abs:g}{ulp}"
+        )
+
+
+def measure_drift(task: TensorFile, sources: FlatSources) -> list[Drift]:
+    """Every replica of ``task`` whose bytes differ from the copy that is read, measured; empty when all agree."""
+    drifts: list[Drift] = []
+    for replica in task.replicas:
+        pairs = list(overlapping_pairs(replica.primary, replica.pieces))
+        if all(_equal(left, right, sources) for left, right in pairs):
+            continue
+        drifts.append(_measure(task, replica, pairs, sources))
+    return drifts
+
+
+def shards_identical(shards: Sequence[ShardPieces], sources: FlatSources) -> bool:
+    """Whether every stored shard holds the same bytes as the first; stops at the first difference."""
+    first = shards[0]
+    return all(
+        _equal(left, right, sources)
+        for shard in shards[1:]
+        for left, right in overlapping_pairs(first.pieces, shard.pieces)
+    )
+
+
+def _equal(left: AffinePiece, right: AffinePiece, sources: FlatSources) -> bool:
+    import torch
+
+    return torch.equal(sources.bits(left), sources.bits(right))
+
+
+def _measure(
+    task: TensorFile, replica: Replica, pairs: Iterable[tuple[AffinePiece, AffinePiece]], sources: FlatSources
+) -> Drift:
+    differing = compared = 0
+    first_address: int | None = None
+    max_abs = 0.0
+    max_ulp: int | None = 0
+    for left, right in pairs:
+        compared += left.numel
+        for block, other in _blocks(left, right):
+            unequal = sources.bits(block) != sources.bits(other)
+            count = int(unequal.sum())
+            if not count:
+                continue
+            differing += count
+            address = _first_address(unequal, block)
+            first_address = address if first_address is None else min(first_address, address)
+            a, b = sources.view(block)[unequal], sources.view(other)[unequal]
+            max_abs = max(max_abs, _max_abs(a, b))
+            ulp = _max_ulp(a, b)
+            max_ulp = None if ulp is None or max_ulp is None else max(max_ulp, ulp)
+    return Drift(
+        param=task.param,
+        state=task.state,
+        labels=(replica.primary_label, replica.label),
+        first=_coordinates(first_address or 0, task.map_shape),
+        differing=differing,
+        compared=compared,
+        max_abs=max_abs,
+        max_ulp=max_ulp,
+    )
+
+
+def _blocks(left: AffinePiece, right: AffinePiece) -> Iterable[tuple[AffinePiece, AffinePiece]]:
+    """The pair cut along its first axis into blocks of bounded size, in order."""
+    if left.numel <= BLOCK_ELEMENTS or not left.shape:
+        yield left, right
+        return
+    inner = left.numel // left.shape[0]
+    step = max(1, BLOCK_ELEMENTS // inner)
+    for start in range(0, left.shape[0], step):
+        rows = min(step, left.shape[0] - start)
+        yield from (
+            _blocks(_rows(left, start, rows), _rows(right, start, rows)) if rows < left.shape[0] else ((left, right),)
+        )
+
+
+def _rows(piece: AffinePiece, start: int, rows: int) -> AffinePiece:
+    return AffinePiece(
+        shape=(rows, *piece.shape[1:]) if rows != 1 else piece.shape[1:],
+        source_offset=piece.source_offset + start * piece.source_strides[0],
+        source_strides=piece.source_strides if rows != 1 else piece.source_strides[1:],
+        dest_offset=piece.dest_offset + start * piece.dest_strides[0],
+        dest_strides=piece.dest_strides if rows != 1 else piece.dest_strides[1:],
+        locations=piece.locations,
+        scale=piece.scale,
+    )
+
+
+def _first_address(unequal: torch.Tensor, piece: AffinePiece) -> int:
+    import torch
+
+    places = torch.nonzero(unequal.reshape(piece.shape))
+    if not piece.shape:
+        return piece.source_offset
+    strides = torch.tensor(piece.source_strides, dtype=torch.int64)
+    return piece.source_offset + int((places * strides).sum(dim=1).min())
+
+
+def _coordinates(address: int, shape: Sequence[int]) -> tuple[int, ...]:
+    place: list[int] = []
+    for extent in reversed(shape):
+        address, index = divmod(address, max(extent, 1))
+        place.append(index)
+    return tuple(reversed(place))
+
+
+def _max_abs(left: torch.Tensor, right: torch.Tensor) -> float:
+    import torch
+
+    if left.dtype.is_complex or left.dtype == torch.bool:
+        return float("nan")
+    return float((left.double() - right.double()).abs().nan_to_num(float("inf"), float("inf")).max())
+
+
+def _max_ulp(left: torch.Tensor, right: torch.Tensor) -> int | None:
+    import torch
+
+    if not left.dtype.is_floating_point or left.element_size() not in (2, 4):
+        return None
+    signed = {2: torch.int16, 4: torch.int32}[left.element_size()]
+
+    def ordered(values: torch.Tensor) -> torch.Tensor:
+        bits = values.contiguous().view(signed).to(torch.int64)
+        low = -(1 << (8 * values.element_size() - 1))
+        return torch.where(bits < 0, low - bits, bits)
+
+    return int((ordered(left) - ordered(right)).abs().max())

@@ -1,0 +1,211 @@
+"""Experts: where every expert of a mixture lives, as a map over expert-parallel ranks.
+
+AutoEP stacks a layer's experts along axis 0 of one parameter; a rank holds some of them, packed in its own
+order. A versioned placement descriptor names them, older checkpoints hold the uniform one by implication.
+Locations of these maps are expert-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_affine.errors import CheckpointFormatError, InvalidMapError
+from deepspeed_affine.ir import AFFINE_MAP_FORMAT_VERSION, AffinePiece, ParamAffineMap
+from deepspeed_affine.lowering.zero import row_major_strides
+
+__all__ = ["EXPERT_WEIGHTS", "ExpertLayer", "expert_layers", "expert_map", "zero12_expert_rank"]
+
+EXPERT_WEIGHTS = ("w1", "w2", "w3")
+PLACEMENT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """One mixture layer: ``placement[r]`` lists the global experts of expert-parallel rank ``r`` in packed order."""
+
+    prefix: str
+    moe_layer_id: int
+    num_experts: int
+    placement: tuple[tuple[int, ...], ...]
+    stored_maps: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        held = {expert for experts in self.placement for expert in experts}
+        missing = sorted(set(range(self.num_experts)) - held)
+        if missing:
+            raise InvalidMapError(
+                f"expert layer {self.prefix!r}: no rank holds experts {missing[:10]} of {self.num_experts}; every "
+                "expert must be placed. The placement record belongs to another model.",
+                param=self.prefix,
+            )
+
+    @property
+    def ep_size(self) -> int:
+        return len(self.placement)
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        return tuple(f"{self.prefix}.{weight}" for weight in EXPERT_WEIGHTS)
+
+
+def expert_layers(metadata: Any, *, file: str) -> dict[str, ExpertLayer]:
+    """The layers recorded under ``ds_autoep_layers``, by parameter name; empty when there are none."""
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, list) or not all(isinstance(entry, Mapping) for entry in metadata):
+        raise CheckpointFormatError(
+            f"{file}: 'ds_autoep_layers' is not a list of dictionaries. The file is damaged: use another checkpoint.",
+            file=file,
+        )
+    by_param: dict[str, ExpertLayer] = {}
+    for entry in metadata:
+        layer = _layer(entry, file)
+        for name in layer.params:
+            if name in by_param:
+                raise CheckpointFormatError(
+                    f"{file}: two expert layers claim parameter {name!r}; each prefix may appear once.",
+                    param=name,
+                    file=file,
+                )
+            by_param[name] = layer
+    return by_param
+
+
+def expert_map(layer: ExpertLayer, name: str, expert_shape: Sequence[int]) -> ParamAffineMap:
+    """The canonical map of one stacked expert parameter; a map stored beside the placement must agree with it.
+
+    ``expert_shape`` is the shape of one expert. F has shape ``(num_experts, *expert_shape)``.
+    """
+    inner = tuple(expert_shape)
+    logical = (layer.num_experts, *inner)
+    holders: dict[int, set[int]] = defaultdict(set)
+    for rank, experts in enumerate(layer.placement):
+        for expert in experts:
+            holders[expert].add(rank)
+    strides = row_major_strides(logical)
+    numel = 1
+    for extent in inner:
+        numel *= extent
+    pieces: dict[int, list[AffinePiece]] = {}
+    shapes: dict[int, tuple[int, ...]] = {}
+    for rank, experts in enumerate(layer.placement):
+        shapes[rank] = (len(experts), *inner)
+        pieces[rank] = [
+            AffinePiece(
+                shape=(1, *inner),
+                source_offset=expert * numel,
+                source_strides=strides,
+                dest_offset=slot * numel,
+                dest_strides=row_major_strides((1, *inner)),
+                locations=sorted(holders[expert]),
+            )
+            for slot, expert in enumerate(experts)
+        ]
+    placed = ParamAffineMap(logical, shapes, pieces).canonical()
+    stored = _stored_map(layer, name)
+    if stored is not None and stored.canonical() != placed:
+        raise InvalidMapError(
+            f"parameter {name!r}: the stored affine map disagrees with the expert placement recorded beside it; "
+            "they must describe the same layout. The checkpoint was edited or mixes two saves.",
+            param=name,
+        )
+    return placed
+
+
+def zero12_expert_rank(dp_rank: int, dp_degree: int, ep_size: int, data_before_expert: bool) -> tuple[int, int]:
+    """``(expert rank, rank within its expert-data-parallel group)`` of a data-parallel rank under ZeRO-1 and 2."""
+    if dp_degree % ep_size:
+        raise CheckpointFormatError(
+            f"data-parallel degree {dp_degree} is not divisible by the expert-parallel degree {ep_size}; every "
+            "expert rank must own as many data-parallel ranks. The files come from different runs."
+        )
+    if data_before_expert:
+        return divmod(dp_rank, dp_degree // ep_size)
+    return dp_rank % ep_size, dp_rank // ep_size
+
+
+def _layer(entry: Mapping[str, Any], file: str) -> ExpertLayer:
+    values: dict[str, Any] = {}
+    for key, kind in (
+        ("expert_key_prefix", str),
+        ("num_experts", int),
+        ("num_local_experts", int),
+        ("ep_size", int),
+    ):
+        value = entry.get(key)
+        if type(value) is not kind:
+            raise CheckpointFormatError(
+                f"{file}: expert layer field {key!r} is {value!r}; a {kind.__name__} is expected. The checkpoint is "
+                "older than expert-parallel metadata, or damaged.",
+                file=file,
+            )
+        values[key] = value
+    prefix, count, local, ep_size = values.values()
+    placement = entry.get("expert_placement")
+    if placement is None:
+        if local * ep_size != count:
+            raise CheckpointFormatError(
+                f"{file}: expert layer {prefix!r} has {count} experts but {ep_size} ranks with {local} each; without "
+                "a placement record the two must agree.",
+                param=prefix,
+                file=file,
+            )
+        placed = tuple(tuple(range(rank * local, (rank + 1) * local)) for rank in range(ep_size))
+    else:
+        placed = _placement(placement, prefix, count, ep_size, file)
+    maps = entry.get("affine_maps")
+    return ExpertLayer(prefix, int(entry.get("moe_layer_id", 0)), count, placed, maps if maps else None)
+
+
+def _placement(record: Any, prefix: str, count: int, ep_size: int, file: str) -> tuple[tuple[int, ...], ...]:
+    def refuse(fact: str) -> CheckpointFormatError:
+        return CheckpointFormatError(
+            f"{file}: the expert placement of {prefix!r} {fact}. Update this package, or save again.",
+            param=prefix,
+            file=file,
+        )
+
+    if not isinstance(record, Mapping):
+        raise refuse(f"is a {type(record).__name__}; a dictionary is expected")
+    if record.get("version") != PLACEMENT_VERSION:
+        raise refuse(f"has version {record.get('version')!r}; this package reads {PLACEMENT_VERSION}")
+    if record.get("num_experts") != count or record.get("ep_size") != ep_size:
+        raise refuse(
+            f"covers {record.get('num_experts')!r} experts on {record.get('ep_size')!r} ranks; its layer has {count} "
+            f"on {ep_size}"
+        )
+    entries = record.get("ranks")
+    if not isinstance(entries, list) or len(entries) != ep_size:
+        raise refuse(f"does not list {ep_size} ranks")
+    placed: dict[int, tuple[int, ...]] = {}
+    for item in entries:
+        rank, experts = (item.get("rank"), item.get("experts")) if isinstance(item, Mapping) else (None, None)
+        if type(rank) is not int or not 0 <= rank < ep_size or rank in placed:
+            raise refuse(f"names rank {rank!r}; each of 0 to {ep_size - 1} is expected once")
+        if not isinstance(experts, list) or any(type(e) is not int or not 0 <= e < count for e in experts):
+            raise refuse(f"gives rank {rank} the experts {experts!r}; numbers from 0 to {count - 1} are expected")
+        if len(set(experts)) != len(experts):
+            raise refuse(f"gives rank {rank} an expert twice")
+        placed[rank] = tuple(experts)
+    return tuple(placed[rank] for rank in range(ep_size))
+
+
+def _stored_map(layer: ExpertLayer, name: str) -> ParamAffineMap | None:
+    if layer.stored_maps is None:
+        return None
+    version = layer.stored_maps.get("version")
+    if version != AFFINE_MAP_FORMAT_VERSION:
+        raise CheckpointFormatError(
+            f"parameter {name!r}: its stored affine map has version {version!r}; this package reads "
+            f"{AFFINE_MAP_FORMAT_VERSION}. Update this package.",
+            param=name,
+        )
+    entry = layer.stored_maps.get("params", {}).get(name)
+    if entry is None:
+        raise CheckpointFormatError(
+            f"parameter {name!r}: its expert layer stores affine maps, but none for this parameter.", param=name
+        )
+    return ParamAffineMap.from_dict(entry)

@@ -1,0 +1,287 @@
+"""DeepSpeed's optimizer dictionaries, read as stored fragments of named parameters.
+
+Input is the object graph of an ``*_optim_states.pt`` file, in which tensors are descriptions of stored tensors
+and classes may be inert stand-ins. Output is a table: for every parameter, every state it really has, and for
+every shard the fragments that make it up. Whatever states an optimizer keeps are carried under their own names;
+none is assumed to exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepspeed_affine.errors import CheckpointFormatError, UnsupportedLayoutError
+from deepspeed_affine.lowering.zero import Fragment, StoredTensor, zero3_interval
+
+__all__ = ["ParamStates", "Place", "ShardKey", "StateTable", "read_zero3", "read_zero12", "shape_numel"]
+
+FP32 = "fp32"
+STEP = "step"
+MUON_STATE = "momentum_buffer"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ShardKey:
+    """Which shard a fragment belongs to: its pipeline stage and its tensor-parallel rank."""
+
+    pp: int
+    tp: int
+
+    def label(self, pp_degree: int, axis: str = "tp") -> str:
+        return f"{axis} {self.tp}" if pp_degree == 1 else f"pp {self.pp}, {axis} {self.tp}"
+
+
+@dataclass(slots=True)
+class ParamStates:
+    """What the optimizer files hold of one parameter.
+
+    ``tensors[state][shard]`` lists fragments in the order they were read, which tile the shard together;
+    ``whole[state][shard]`` lists fragments each of which is the whole shard (Muon's momentum);
+    ``scalars[state]`` lists ``(shard, data-parallel rank, value)``, where a value is a number or a stored
+    zero-dimensional tensor.
+    """
+
+    tensors: dict[str, dict[ShardKey, list[Fragment]]] = field(default_factory=dict)
+    whole: dict[str, dict[ShardKey, list[Fragment]]] = field(default_factory=dict)
+    scalars: dict[str, list[tuple[ShardKey, int, Any]]] = field(default_factory=dict)
+    group: int = 0
+
+
+Place = Callable[[str], tuple[ShardKey, int]]
+"""Where one file's part of a parameter belongs: its shard, and its place among that shard's fragments."""
+
+
+class StateTable:
+    """All parameters the optimizer files know, in the order the files name them."""
+
+    def __init__(self) -> None:
+        self.params: dict[str, ParamStates] = {}
+        self.empty_states: set[str] = set()
+        self.stateless_groups: set[int] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.params
+
+    def __getitem__(self, name: str) -> ParamStates:
+        return self.params[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.params)
+
+    def get(self, name: str) -> ParamStates | None:
+        return self.params.get(name)
+
+    def add_fragment(self, name: str, state: str, shard: ShardKey, fragment: Fragment, group: int) -> None:
+        entry = self.params.setdefault(name, ParamStates(group=group))
+        entry.tensors.setdefault(state, {}).setdefault(shard, []).append(fragment)
+
+    def add_whole(self, name: str, state: str, shard: ShardKey, fragment: Fragment, group: int) -> None:
+        entry = self.params.setdefault(name, ParamStates(group=group))
+        entry.whole.setdefault(state, {}).setdefault(shard, []).append(fragment)
+
+    def add_scalar(self, name: str, state: str, shard: ShardKey, rank: int, value: Any, group: int) -> None:
+        entry = self.params.setdefault(name, ParamStates(group=group))
+        entry.scalars.setdefault(state, []).append((shard, rank, value))
+
+
+def read_zero12(
+    table: StateTable,
+    optimizer: Mapping[str, Any],
+    place: Place,
+    shapes: Mapping[str, Any],
+    *,
+    file: str,
+) -> None:
+    """Every slice that one ZeRO-1, ZeRO-2 or BF16_Optimizer file records is in ``table``.
+
+    A slice is an interval of its group's flat partition. Padding between and after parameters lies in no slice.
+    A Muon group may instead keep its momentum whole for every parameter that touches the partition, one after
+    the other without padding; ``shapes`` (the shard shapes of this rank) says how long each is.
+    """
+    mappings = _required(optimizer, "param_slice_mappings", list, file)
+    masters = _required(optimizer, "single_partition_of_fp32_groups", list, file)
+    states = _group_states(optimizer, file)
+    if len(masters) != len(mappings):
+        raise CheckpointFormatError(
+            f"{file}: {len(mappings)} parameter groups have slice mappings but {len(masters)} have fp32 partitions; "
+            "both must list every group. The file is damaged: use another checkpoint.",
+            file=file,
+        )
+    for group, mapping in enumerate(mappings):
+        group_state = states(group)
+        if group_state is None:
+            table.stateless_groups.add(group)
+        flat: dict[str, Any] = {FP32: masters[group], **(group_state or {})}
+        slices = {name: _slice(address, name, file) for name, address in mapping.items()}
+        whole = {
+            state: offsets
+            for state, value in flat.items()
+            if state != FP32 and _is_flat(value) and (offsets := _whole_offsets(state, value, slices, shapes, file))
+        }
+        for name, (start, numel) in slices.items():
+            shard, dp_rank = place(name)
+            for state, value in flat.items():
+                if state in whole:
+                    fragment = Fragment(value, whole[state][name], shape_numel(shapes[name]), dp_rank)
+                    table.add_whole(name, state, shard, fragment, group)
+                elif _is_flat(value):
+                    fragment = Fragment(value, start, numel, dp_rank)
+                    table.add_fragment(name, state, shard, fragment, group)
+                elif _is_scalar(value):
+                    table.add_scalar(name, state, shard, dp_rank, value, group)
+                elif value is None:
+                    table.empty_states.add(state)
+                else:
+                    raise _unmapped(name, state, value, file)
+
+
+def read_zero3(
+    table: StateTable,
+    optimizer: Mapping[str, Any],
+    param_shapes: Sequence[Mapping[str, Any]],
+    place: Place,
+    dp_degree: int,
+    *,
+    file: str,
+) -> None:
+    """Every partition that one ZeRO-3 file stores is in ``table``.
+
+    Sub-group ``i`` stores ``ceil(numel / count)`` elements of each of its parameters in turn; ``count`` and this
+    rank's place come from the sub-group's partition record, or are the data-parallel degree and rank.
+    """
+    masters = _required(optimizer, "fp32_flat_groups", list, file)
+    inner = _required(optimizer, "optimizer_state_dict", Mapping, file)
+    states = _required(inner, "state", Mapping, file)
+    partitions = optimizer.get("ds_zero_partition_groups") or []
+    if len(masters) < len(param_shapes):
+        raise CheckpointFormatError(
+            f"{file}: {len(masters)} fp32 sub-groups are stored but the model-state file lists {len(param_shapes)}. "
+            "The files come from different saves, or the optimizer was offloaded to NVMe.",
+            file=file,
+        )
+    for index, shapes in enumerate(param_shapes):
+        group_state = states.get(index)
+        if group_state is None:
+            table.stateless_groups.add(index)
+        partition = partitions[index] if index < len(partitions) else {}
+        count = partition.get("partition_count", dp_degree)
+        flat: dict[str, Any] = {FP32: masters[index], **(group_state or {})}
+        start = 0
+        for name, shape in shapes.items():
+            shard, dp_rank = place(name)
+            rank = partition.get("partition_rank", dp_rank)
+            held, reserved = zero3_interval(shape_numel(shape), count, rank)
+            for state, value in flat.items():
+                if _is_flat(value):
+                    table.add_fragment(name, state, shard, Fragment(value, start, held, rank), index)
+                elif _is_scalar(value):
+                    table.add_scalar(name, state, shard, rank, value, index)
+                elif value is None:
+                    table.empty_states.add(state)
+                else:
+                    raise _unmapped(name, state, value, file)
+            start += reserved
+
+
+def shape_numel(shape: Iterable[int]) -> int:
+    """The number of elements of a recorded shape (``torch.Size`` or a tuple)."""
+    count = 1
+    for extent in shape:
+        count *= int(extent)
+    return count
+
+
+def _whole_offsets(
+    state: str, value: StoredTensor, slices: Mapping[str, tuple[int, int]], shapes: Mapping[str, Any], file: str
+) -> dict[str, int] | None:
+    """Where each parameter starts in a state kept whole per parameter, or None for an ordinary flat partition.
+
+    Told apart by length: a flat partition reaches at least the end of its last slice, a whole-parameter buffer
+    is exactly as long as its parameters together.
+    """
+    if not slices or any(name not in shapes for name in slices):
+        return None
+    stored = value.shape[0]
+    reach = max(start + numel for start, numel in slices.values())
+    offsets: dict[str, int] = {}
+    total = 0
+    for name in sorted(slices, key=lambda key: slices[key][0]):
+        offsets[name] = total
+        total += shape_numel(shapes[name])
+    same = all(offsets[name] == start and shape_numel(shapes[name]) == numel for name, (start, numel) in slices.items())
+    if same or stored != total:
+        return None
+    if stored >= reach and state != MUON_STATE:
+        return None
+    if stored >= reach:
+        raise UnsupportedLayoutError(
+            f"{file}: optimizer state {state!r} has {stored} elements, which fits both a flat partition and a buffer "
+            "of whole parameters, so its layout cannot be told from the file. Save with another data-parallel "
+            "degree and convert that.",
+            file=file,
+        )
+    return offsets
+
+
+def _group_states(optimizer: Mapping[str, Any], file: str) -> Callable[[int], Mapping[str, Any] | None]:
+    base = optimizer.get("base_optimizer_state")
+    if isinstance(base, list):
+        return lambda group: base[group] if group < len(base) and base[group] else None
+    if isinstance(base, Mapping) and isinstance(base.get("state"), Mapping):
+        states = base["state"]
+        return lambda group: states.get(group) or None
+    raise CheckpointFormatError(
+        f"{file}: 'base_optimizer_state' is {type(base).__name__}; a dictionary with 'state', or a list with one "
+        "dictionary a group, is expected. Not an optimizer file of ZeRO stage 1 or 2, or a damaged one.",
+        file=file,
+    )
+
+
+def _required(mapping: Mapping[str, Any], key: str, kind: type, file: str) -> Any:
+    value = mapping.get(key)
+    if not isinstance(value, kind):
+        found = "missing" if value is None else f"a {type(value).__name__}"
+        raise CheckpointFormatError(
+            f"{file}: {key!r} is {found}; a {kind.__name__.lower()} is expected. The file was not written by a "
+            "DeepSpeed ZeRO optimizer of 0.16 or later, or it is damaged.",
+            file=file,
+        )
+    return value
+
+
+def _slice(address: Any, name: str, file: str) -> tuple[int, int]:
+    start, numel = getattr(address, "start", None), getattr(address, "numel", None)
+    if type(start) is not int or type(numel) is not int:
+        raise CheckpointFormatError(
+            f"{file}: the slice of parameter {name!r} is {address!r}; a start and a number of elements are "
+            "expected. The file is damaged: use another checkpoint.",
+            param=name,
+            file=file,
+        )
+    return start, numel
+
+
+def _is_flat(value: Any) -> bool:
+    shape = getattr(value, "shape", None)
+    return isinstance(shape, tuple) and len(shape) == 1
+
+
+def _is_scalar(value: Any) -> bool:
+    if isinstance(value, (bool, int, float)):
+        return True
+    shape = getattr(value, "shape", None)
+    return isinstance(shape, tuple) and len(shape) == 0
+
+
+def _unmapped(name: str, state: str, value: Any, file: str) -> UnsupportedLayoutError:
+    shape = getattr(value, "shape", None)
+    found = f"a tensor of shape {tuple(shape)}" if isinstance(shape, tuple) else f"a {type(value).__name__}"
+    return UnsupportedLayoutError(
+        f"parameter {name!r}: optimizer state {state!r} is {found} in {file}; a flat partition or a number is "
+        "expected, so its elements cannot be placed in the full tensor. Convert with an optimizer that keeps "
+        "element-wise states, or drop this state before saving.",
+        param=name,
+        file=file,
+    )

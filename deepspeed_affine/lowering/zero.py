@@ -1,0 +1,149 @@
+"""ZeRO as a second map: a shard, flattened, is cut over the data-parallel ranks into stored runs.
+
+ZeRO knows nothing of a parameter's meaning. A rank's tensor-parallel shard is laid out flat, beside other
+parameters and with alignment padding between and after them, and every data-parallel rank stores an interval
+of that flat buffer. The image of one parameter's shard is therefore a one-dimensional map from shard
+addresses to addresses of storages, partial over the storages because padding and neighbours lie there too.
+
+Composed with the tensor-parallel map it leads from file bytes straight to the full tensor (design, section 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from deepspeed_affine.errors import CheckpointFormatError, InvalidMapError
+from deepspeed_affine.ir import AffinePiece
+
+__all__ = ["Fragment", "StoredTensor", "fragment_pieces", "row_major_strides", "whole_pieces", "zero3_interval"]
+
+
+class StoredTensor(Protocol):
+    """What lowering needs to know of a tensor in a file: geometry in elements of its storage."""
+
+    @property
+    def offset(self) -> int: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def strides(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """``numel`` elements of a stored flat tensor, from element ``start`` on: one run of a shard.
+
+    ``tensor`` is one-dimensional; ``rank`` is the data-parallel rank that stored it, which orders fragments.
+    """
+
+    tensor: StoredTensor
+    start: int
+    numel: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.numel < 0:
+            raise CheckpointFormatError(
+                f"a stored fragment starts at element {self.start} with {self.numel} elements; both must be at "
+                "least 0. The optimizer file's slice table is damaged: save the checkpoint again.",
+                rank=self.rank,
+            )
+
+
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Element strides of a densely packed tensor of ``shape``."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * max(shape[axis + 1], 1)
+    return tuple(strides)
+
+
+def fragment_pieces(
+    fragments: Iterable[tuple[Fragment, int]], shard_numel: int, *, param: str, rank: int
+) -> tuple[AffinePiece, ...]:
+    """The fragments, in data-parallel order, tile the flat shard; the pieces say where each run is stored.
+
+    ``fragments`` pairs each fragment with the id of the storage it lies in, which becomes the piece's location.
+    Source side: shard address. Destination side: storage address. Both in elements.
+
+    Raises CheckpointFormatError when the fragments do not add up to the shard, or one leaves its tensor.
+    """
+    pieces: list[AffinePiece] = []
+    address = 0
+    for fragment, storage in fragments:
+        tensor = fragment.tensor
+        stored = _flat_numel(tensor, param, rank)
+        if fragment.start + fragment.numel > stored:
+            raise CheckpointFormatError(
+                f"parameter {param!r}: tensor-parallel rank {rank}, data-parallel rank {fragment.rank} records "
+                f"elements [{fragment.start}, {fragment.start + fragment.numel}) of a stored partition of "
+                f"{stored} elements. The optimizer file is damaged: use another checkpoint.",
+                param=param,
+                rank=rank,
+            )
+        if fragment.numel == 0:
+            continue
+        stride = tensor.strides[0]
+        pieces.append(
+            AffinePiece(
+                shape=(fragment.numel,),
+                source_offset=address,
+                source_strides=(1,),
+                dest_offset=tensor.offset + fragment.start * stride,
+                dest_strides=(stride,),
+                locations=(storage,),
+            )
+        )
+        address += fragment.numel
+    if address != shard_numel:
+        raise CheckpointFormatError(
+            f"parameter {param!r}: the fragments of tensor-parallel rank {rank} hold {address} elements, its "
+            f"recorded shape has {shard_numel}. A rank's optimizer file is missing or belongs to another save: "
+            "check that every file of the folder comes from the same step.",
+            param=param,
+            rank=rank,
+        )
+    return tuple(pieces)
+
+
+def whole_pieces(tensor: StoredTensor, storage: int) -> tuple[AffinePiece, ...]:
+    """One piece that leads from a shard's C-order addresses to the stored tensor, whatever its strides."""
+    return (
+        AffinePiece(
+            shape=tensor.shape,
+            source_offset=0,
+            source_strides=row_major_strides(tensor.shape),
+            dest_offset=tensor.offset,
+            dest_strides=tensor.strides,
+            locations=(storage,),
+        ),
+    )
+
+
+def zero3_interval(numel: int, partition_count: int, partition_rank: int) -> tuple[int, int]:
+    """``(held, reserved)`` elements of one ZeRO-3 partition of a parameter.
+
+    Every rank reserves ``ceil(numel / partition_count)`` elements; the last ones hold fewer, the rest is padding.
+    """
+    if partition_count < 1 or not 0 <= partition_rank < partition_count:
+        raise InvalidMapError(
+            f"ZeRO-3 partition rank {partition_rank} of {partition_count}: expected a rank in "
+            f"[0, {partition_count}). The optimizer file's partition table is damaged."
+        )
+    reserved = -(-numel // partition_count)
+    held = max(0, min(reserved, numel - partition_rank * reserved))
+    return held, reserved
+
+
+def _flat_numel(tensor: StoredTensor, param: str, rank: int) -> int:
+    if len(tensor.shape) != 1:
+        raise CheckpointFormatError(
+            f"parameter {param!r}: the partition stored by rank {rank} has shape {tuple(tensor.shape)}; a flat "
+            "one-dimensional partition is expected. This optimizer keeps its state in another form: see "
+            "docs/optimizers.md.",
+            param=param,
+            rank=rank,
+        )
+    return tensor.shape[0]

@@ -1,0 +1,244 @@
+"""The conversion plan: which bytes of which storages make up every tensor of a universal checkpoint.
+
+A plan is data. It is computed from maps and metadata alone, can be printed, and names every read and write
+before the first one happens. Addresses are in elements of a storage; anything in bytes says so in its name.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from deepspeed_affine.errors import CheckpointFormatError, InvalidMapError
+from deepspeed_affine.ir import AffinePiece, ParamAffineMap, compose, meet
+
+__all__ = [
+    "ConversionPlan",
+    "CopiedFile",
+    "ObjectFile",
+    "Replica",
+    "ShardPieces",
+    "SourceStorage",
+    "TensorFile",
+    "overlapping_pairs",
+    "plan_sources",
+]
+
+Fill = Literal["copy", "average", "zero"]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceStorage:
+    """One stored storage of one source file; a plan's pieces name it by its index in ``ConversionPlan.storages``."""
+
+    file: str
+    key: str
+    dtype: str
+    numel: int
+    byte_offset: int
+    nbytes: int
+    crc32: int | None
+
+    @property
+    def itemsize(self) -> int:
+        return self.nbytes // self.numel if self.numel else 0
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPieces:
+    """One stored copy of one rank's shard: pieces from shard addresses to storage addresses.
+
+    ``label`` names the copy to a person, for example ``tp 1`` or ``pp 1, tp 0``.
+    """
+
+    pieces: tuple[AffinePiece, ...]
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A second holder of elements that are read from elsewhere: its bytes must equal those of the first.
+
+    ``pieces`` and ``primary`` lead from addresses in F to storage addresses and cover the same elements.
+    """
+
+    primary: tuple[AffinePiece, ...]
+    pieces: tuple[AffinePiece, ...]
+    primary_label: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """One ``.pt`` file of the output holding one tensor, and the pieces (F to storage) it is filled from.
+
+    ``shape`` is what is written; it may have fewer rows than ``map_shape``, never more. ``entries`` are the
+    dictionary entries in the order they are pickled, with ``tensor_key`` standing for the tensor; ``None`` means
+    the file holds the bare tensor. ``pieces[i].scale`` divides. ``fill`` says whether replicas are averaged
+    (``average``: every holder of an element counts once) or the file is written as zeros.
+    """
+
+    path: str
+    param: str
+    state: str
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+    map_shape: tuple[int, ...]
+    entries: tuple[tuple[str, Any], ...] | None
+    tensor_key: str
+    pieces: tuple[AffinePiece, ...]
+    replicas: tuple[Replica, ...] = ()
+    fill: Fill = "copy"
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor as written."""
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectFile:
+    """One output file that holds a pickled object graph, rewritten from a source file's.
+
+    ``nbytes`` is at most the size of the file it comes from.
+    """
+
+    path: str
+    root: Any = field(repr=False)
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedFile:
+    """One output file that is a source file, byte for byte."""
+
+    path: str
+    source: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionPlan:
+    """Everything a conversion will do: what is read, compared and written, and what it leaves out."""
+
+    storages: tuple[SourceStorage, ...]
+    tensors: tuple[TensorFile, ...]
+    objects: tuple[ObjectFile, ...]
+    copies: tuple[CopiedFile, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes read from source files: every element once, and every replica that is compared."""
+        read = 0
+        for task in self.tensors:
+            groups = [task.pieces, *(replica.pieces for replica in task.replicas)]
+            for piece in (piece for group in groups for piece in group):
+                (index,) = piece.locations
+                read += piece.numel * self.storages[index].itemsize
+        return read + self._kept_bytes
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes of the output, without the few hundred a file needs for its own structure."""
+        return sum(task.nbytes for task in self.tensors) + self._kept_bytes
+
+    @property
+    def _kept_bytes(self) -> int:
+        return sum(file.nbytes for file in self.objects) + sum(file.nbytes for file in self.copies)
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(task.param for task in self.tensors))
+
+
+def plan_sources(
+    layout: ParamAffineMap, shards: Mapping[int, Sequence[ShardPieces]], *, param: str, state: str
+) -> tuple[tuple[AffinePiece, ...], tuple[Replica, ...]]:
+    """``(pieces, replicas)``: one source for every element of F, and every further holder to compare with it.
+
+    ``layout`` leads from F to the ranks' shards, ``shards`` from each rank's shard to storages, once per stored
+    copy. Elements held by several ranks are read from the lowest rank's first copy, so that few files are open.
+    Both results are near-linear in the number of pieces.
+
+    Raises CheckpointFormatError when a rank that holds elements has no stored shard.
+    """
+    by_class: dict[frozenset[int], dict[int, list[AffinePiece]]] = defaultdict(lambda: defaultdict(list))
+    for rank in layout.shard_shapes:
+        for piece in layout.pieces_by_rank[rank]:
+            if piece.numel:
+                by_class[piece.locations][rank].append(piece)
+
+    pieces: list[AffinePiece] = []
+    replicas: list[Replica] = []
+    for holders, held in by_class.items():
+        first = min(holders)
+        primary: tuple[AffinePiece, ...] = ()
+        primary_label = ""
+        for rank in sorted(holders):
+            stored = shards.get(rank, ())
+            if not stored:
+                raise CheckpointFormatError(
+                    f"parameter {param!r}, state {state!r}: rank {rank} holds {_numel(held[rank])} elements but no "
+                    "file of the checkpoint stores them. A rank's file is missing, or its optimizer lost this state.",
+                    param=param,
+                    rank=rank,
+                )
+            for copy, shard in enumerate(stored):
+                composed = tuple(compose(held[rank], shard.pieces))
+                if _numel(composed) != _numel(held[rank]):
+                    raise InvalidMapError(
+                        f"parameter {param!r}, state {state!r}: {shard.label} stores {_numel(composed)} of the "
+                        f"{_numel(held[rank])} elements its map describes. The files come from different saves.",
+                        param=param,
+                        rank=rank,
+                    )
+                if rank == first and copy == 0:
+                    primary, primary_label = composed, shard.label
+                    pieces.extend(composed)
+                else:
+                    replicas.append(Replica(primary, composed, primary_label, shard.label))
+    pieces.sort(key=lambda piece: piece.source_offset)
+    return tuple(pieces), tuple(replicas)
+
+
+def overlapping_pairs(
+    left: Sequence[AffinePiece], right: Sequence[AffinePiece]
+) -> Iterable[tuple[AffinePiece, AffinePiece]]:
+    """Every ``(left, right)`` pair of sub-pieces that address the same elements of F, in order of F.
+
+    Only pairs whose address ranges touch are intersected: O(n log n + touching pairs).
+    """
+    starts = sorted(right, key=lambda piece: piece.source_offset)
+    spans = [(piece.source_offset, _last_address(piece), piece) for piece in starts]
+    active: list[tuple[int, int, AffinePiece]] = []
+    position = 0
+    for piece in sorted(left, key=lambda item: item.source_offset):
+        last = _last_address(piece)
+        while position < len(spans) and spans[position][0] <= last:
+            active.append(spans[position])
+            position += 1
+        active = [span for span in active if span[1] >= piece.source_offset]
+        for start, _, other in active:
+            if start <= last:
+                yield from meet(piece, other)
+
+
+def _last_address(piece: AffinePiece) -> int:
+    return piece.source_offset + sum(
+        (extent - 1) * stride for extent, stride in zip(piece.shape, piece.source_strides, strict=True)
+    )
+
+
+def _numel(pieces: Iterable[AffinePiece]) -> int:
+    return sum(piece.numel for piece in pieces)
