@@ -1,0 +1,129 @@
+"""Output that appears whole or not at all: a private folder beside the target, and one rename."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from types import TracebackType
+
+from deepspeed_affine.errors import PolicyError
+
+__all__ = ["StagedFolder", "fsync_folder", "fsync_tree", "replace_text"]
+
+
+class StagedFolder:
+    """A folder that gets its name when it is complete.
+
+    Files are written under ``path``, beside the target and so on its file system. ``publish`` makes all of it durable
+    and renames it once; leaving the ``with`` block without that removes it. Nothing that exists is overwritten: an
+    empty folder at the target is taken over, anything else is refused, at the start and again at the rename.
+    """
+
+    def __init__(self, target: str | os.PathLike[str]) -> None:
+        self.target = os.path.abspath(os.fspath(target))
+        self.parent, self.name = os.path.split(self.target)
+        if not self.name:
+            raise PolicyError(f"{self.target}: cannot be an output folder; expected a path to create. Choose another.")
+        self._refuse_existing()
+        os.makedirs(self.parent, exist_ok=True)
+        self.path = tempfile.mkdtemp(prefix=f".{self.name[:100]}.", suffix=".partial", dir=self.parent)
+        # mkdtemp keeps others out; a published folder is as open as any other new one.
+        os.chmod(self.path, 0o777 & ~_umask())
+        self._open = True
+
+    def __enter__(self) -> StagedFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.discard()
+
+    def _refuse_existing(self) -> None:
+        try:
+            with os.scandir(self.target) as found:
+                taken = any(True for _ in found)
+        except FileNotFoundError:
+            taken = os.path.islink(self.target)
+        except NotADirectoryError:
+            taken = True
+        if taken:
+            raise PolicyError(
+                f"{self.target}: exists already; expected a path to create. Choose another output folder, or move or "
+                "remove this one.",
+                file=self.target,
+            )
+
+    def publish(self) -> None:
+        """After this the folder is at its target, whole and durable, and nothing private is left."""
+        if not self._open:
+            raise PolicyError(f"{self.target}: was published or discarded before; expected one publication.")
+        fsync_tree(self.path)
+        self._refuse_existing()
+        try:
+            os.rename(self.path, self.target)
+        except OSError as exc:
+            if exc.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                self._refuse_existing()
+            raise
+        self._open = False
+        fsync_folder(self.parent)
+
+    def discard(self) -> None:
+        """After this nothing private is left; does nothing once published."""
+        if self._open:
+            self._open = False
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _umask() -> int:
+    # The only portable way to read it is to set it; Linux also tells.
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+            for line in status:
+                if line.startswith("Umask:"):
+                    return int(line.split()[1], 8)
+    except OSError:
+        pass
+    return 0o022
+
+
+def fsync_folder(path: str) -> None:
+    """After this the folder's own entries are on the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def fsync_tree(path: str) -> None:
+    """After this every file and folder under ``path``, and ``path`` itself, is on the disk."""
+    for folder, _, names in os.walk(path):
+        for name in names:
+            fd = os.open(os.path.join(folder, name), os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        fsync_folder(folder)
+
+
+def replace_text(path: str | os.PathLike[str], text: str) -> None:
+    """After this the small file at ``path`` holds ``text``; a reader, or a crash, sees the old text or the new."""
+    target = os.path.abspath(os.fspath(path))
+    parent, name = os.path.split(target)
+    fd, private = tempfile.mkstemp(prefix=f".{name[:100]}.", suffix=".partial", dir=parent)
+    try:
+        with open(fd, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(private, 0o666 & ~_umask())
+        os.replace(private, target)
+    except BaseException:
+        os.unlink(private)
+        raise
+    fsync_folder(parent)
