@@ -333,31 +333,36 @@ def _rank_name(sample: CheckpointFile, dp: int, mp: int) -> str:
 
 
 def _check_layers(folder: str, files: list[CheckpointFile], faults: Faults) -> None:
-    """Report, for every pipeline layer and expert that has files, the model-parallel ranks that have none.
+    """Report holes among the model-parallel ranks of pipeline layers and among the experts of a layer.
 
-    Layers need not be numbered without gaps: one without parameters has no file.
+    Layers need not be numbered without gaps (one without parameters has no file), and an expert need not have a
+    file of every model-parallel rank (AutoEP folds these ranks into its own).
     """
-    for kind in ("layer", "expert"):
-        some = [file for file in files if file.kind == kind]
-        ranks = {file.mp for file in some}
-        groups: dict[tuple[int | None, int | None], set[int | None]] = {}
-        for file in some:
-            groups.setdefault((file.layer, file.expert), set()).add(file.mp)
-        expected = set(ranks)
-        if None not in ranks:
-            expected.update(range(min(_MOST_HOLES, max((rank or 0 for rank in ranks), default=0))))
-        for (layer, expert), present in groups.items():
-            for mp in sorted(expected - present, key=lambda rank: -1 if rank is None else rank):
-                if kind == "layer":
-                    middle = "" if mp is None else f"-model_{mp:02d}"
-                    name = f"layer_{layer:02d}{middle}-model_states.pt"
-                else:
-                    start = "" if layer is None else f"layer_{layer}_"
-                    name = f"{start}expert_{expert}_mp_rank_{mp or 0:02d}_model_states.pt"
-                faults.add(
-                    _fault(
-                        os.path.join(folder, name),
-                        "is missing; expected, because other files of its kind have this rank. Copy it from where the "
-                        "checkpoint was saved",
-                    )
-                )
+    layers = [file for file in files if file.kind == "layer"]
+    ranks = {file.mp for file in layers}
+    missing = [
+        f"layer_{layer:02d}{'' if mp is None else f'-model_{mp:02d}'}-model_states.pt"
+        for layer in sorted({file.layer or 0 for file in layers})
+        for mp in _and_below(ranks) - {file.mp for file in layers if file.layer == layer}
+    ]
+    experts = [file for file in files if file.kind == "expert"]
+    for layer in {file.layer for file in experts}:
+        own = {file.expert for file in experts if file.layer == layer}
+        start = "" if layer is None else f"layer_{layer}_"
+        mp = min(file.mp or 0 for file in experts if file.layer == layer)
+        missing += [f"{start}expert_{expert}_mp_rank_{mp:02d}_model_states.pt" for expert in _and_below(own) - own]
+    for name in sorted(missing):
+        faults.add(
+            _fault(
+                os.path.join(folder, name),
+                "is missing; expected, because files of higher ranks exist. Copy it from where it was saved",
+            )
+        )
+
+
+def _and_below(numbers: set[int | None]) -> set[int | None]:
+    """Return the numbers and, where they are numbers, every smaller one (up to a bound, should a name be absurd)."""
+    found = set(numbers)
+    if None not in numbers:
+        found.update(range(min(_MOST_HOLES, max((number or 0 for number in numbers), default=0))))
+    return found
