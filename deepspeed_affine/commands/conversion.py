@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed_affine.commands.outputs import copied_files, object_files
@@ -16,10 +16,10 @@ from deepspeed_affine.lowering.experts import expert_map
 from deepspeed_affine.lowering.lowered import LoweredParam, SubParamEntry
 from deepspeed_affine.lowering.merge import lower_param, unused_patterns
 from deepspeed_affine.lowering.policy import OnDrift, ScaledStates
-from deepspeed_affine.lowering.states import FP32, STEP, ParamStates, ShardKey, shape_numel
+from deepspeed_affine.lowering.states import FP32, ParamStates, ShardKey, shape_numel
 from deepspeed_affine.lowering.stock_rules import StockRules
 from deepspeed_affine.lowering.uc_info import UcInfo
-from deepspeed_affine.lowering.zero import Fragment, StoredTensor, fragment_pieces, whole_pieces
+from deepspeed_affine.lowering.zero import Fragment, StoredTensor, fragment_pieces, whole_pieces, zero3_interval
 from deepspeed_affine.plan.conversion import (
     ConversionPlan,
     Fill,
@@ -36,6 +36,8 @@ __all__ = ["ConversionOptions", "Suspect", "build_plan"]
 
 UC_VERSION = 0.4
 Entries = tuple[tuple[str, Any], ...]
+BARE: Entries = ((keys.PARAM, None),)
+"""The entries of a file that holds a tensor and says nothing about it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +72,27 @@ class _Source:
     shards: Mapping[int, tuple[ShardPieces, ...]]
 
 
+@dataclass(slots=True)
+class _Unsliced:
+    """The module's own copies of one tensor, by tensor-parallel rank; further ones are other pipeline stages'."""
+
+    by_rank: dict[int, list[tuple[ShardKey, TensorRef]]] = field(default_factory=dict)
+    is_buffer: bool = False
+    is_alias: bool = False
+
+    def add(self, shard: ShardKey, value: TensorRef, is_buffer: bool = False, is_alias: bool = False) -> None:
+        self.by_rank.setdefault(shard.tp, []).append((shard, value))
+        self.is_buffer = self.is_buffer or is_buffer
+        self.is_alias = self.is_alias or is_alias
+
+
 def build_plan(checkpoint: Checkpoint, options: ConversionOptions) -> tuple[ConversionPlan, tuple[Suspect, ...]]:
     """The plan of converting ``checkpoint``, and the parameters whose metadata its bytes may contradict.
 
     P1, P5 and P6 of every map are proved here; P2 is the executor's to prove, from ``TensorFile.replicas``.
     Raises one error listing the faults of all parameters.
     """
+    _refuse_without_weights(checkpoint)
     return _Builder(checkpoint, options).build()
 
 
@@ -105,11 +122,16 @@ class _Builder:
             except AffineError as fault:
                 faults.add(fault)
         if self.checkpoint.stage < 3:
-            for name in self._module_names():
+            for name, found in self._unsliced().items():
                 try:
-                    self._from_module(name)
+                    self._from_module(name, found)
                 except AffineError as fault:
                     faults.add(fault)
+        elif not self.flat:
+            try:
+                self._frozen_partitions()
+            except AffineError as fault:
+                faults.add(fault)
         faults.raise_if_any()
         self._report_unused()
         self._report_empty()
@@ -153,7 +175,7 @@ class _Builder:
         stateless = self.checkpoint.stage < 3 and set(states.tensors) == {FP32} and not states.scalars
         if stateless and states.group in self.checkpoint.states.stateless_groups:
             # DeepSpeed takes such a parameter from the module, with nothing beside it.
-            self._states(name, states, lowered.map, ((keys.PARAM, None),), None, lowered=lowered)
+            self._states(name, states, lowered.map, BARE, None, lowered=lowered)
             return
         stored = ((key, _stored(value)) for key, value in lowered.entries(self.options.rules))
         entries = (*stored, (keys.PARAM, None))
@@ -299,48 +321,80 @@ class _Builder:
 
     # Parameters and buffers only the module knows.
 
-    def _module_names(self) -> list[str]:
-        """Module entries DeepSpeed would write from the module because no optimizer slice exists."""
-        everything = self.options.rules.skips_absent_states or self.checkpoint.stage == 0
-        names: dict[str, None] = {}
-        for file in self.checkpoint.model_files:
+    def _unsliced(self) -> dict[str, _Unsliced]:
+        """Tensors DeepSpeed would write from the module because no optimizer slice exists, by name."""
+        checkpoint = self.checkpoint
+        everything = self.options.rules.skips_absent_states or checkpoint.stage == 0
+        written = {task.param for task in self.tensors if task.state == FP32}
+        found: dict[str, _Unsliced] = {}
+        for file in checkpoint.model_files:
+            wanted = {*checkpoint.shapes, *file.frozen_shapes}
             for name, value in (file.module or {}).items():
                 if not isinstance(value, TensorRef):
                     self.notes.append(f"{name}: a {type(value).__name__} of the module, not a tensor; left out")
-                elif everything or name in self.checkpoint.shapes:
-                    names[name] = None
-        written = {task.param for task in self.tensors if task.state == FP32}
-        return [name for name in names if name not in written]
+                elif (everything or name in wanted) and name not in written:
+                    entry = found.setdefault(name, _Unsliced())
+                    entry.add(file.shard, value, name in file.buffers, name in file.aliases)
+        for name, by_rank in checkpoint.expert_tensors.items():
+            if name not in written:
+                entry = found.setdefault(name, _Unsliced())
+                for rank, value in by_rank.items():
+                    entry.add(ShardKey(0, rank), value)
+        return found
 
-    def _from_module(self, name: str) -> None:
+    def _from_module(self, name: str, found: _Unsliced) -> None:
         checkpoint = self.checkpoint
-        by_rank: dict[int, list[tuple[str, TensorRef]]] = {}
-        is_buffer = is_alias = False
-        for file in checkpoint.model_files:
-            value = (file.module or {}).get(name)
-            if isinstance(value, TensorRef):
-                by_rank.setdefault(file.shard.tp, []).append((file.shard.label(checkpoint.pp_degree), value))
-                is_buffer = is_buffer or name in file.buffers
-                is_alias = is_alias or name in file.aliases
-        first = by_rank[min(by_rank)][0][1]
-        if is_alias or checkpoint.tp_degree == 1:
+        ranks = sorted(found.by_rank)
+        first = found.by_rank[ranks[0]][0][1]
+        if found.is_alias or checkpoint.tp_degree == 1:
             # An alias is never read back: DeepSpeed restores the parameter it stands for. It is written as
             # DeepSpeed writes it, from the first file that holds it.
             layout = replicated_map(first.shape, 1)
-            by_rank = {0: by_rank[min(by_rank)][:1]} if is_alias else by_rank
-        elif is_buffer and len({tensors[0][1].shape for tensors in by_rank.values()}) == 1:
+            ranks = ranks[:1]
+        elif found.is_buffer and len({tensors[0][1].shape for tensors in found.by_rank.values()}) == 1:
             layout = replicated_map(first.shape, checkpoint.tp_degree)
         else:
-            shapes = [by_rank[rank][0][1].shape if rank in by_rank else None for rank in range(checkpoint.tp_degree)]
-            lowered = self._lower(name, shapes)
-            self.lowered.append(lowered)
-            layout = lowered.map
+            layout = self._lowered_map(name, {rank: found.by_rank[rank][0][1].shape for rank in ranks})
         shards = {
-            rank: tuple(ShardPieces(whole_pieces(ref, self._storage(ref)), label) for label, ref in tensors)
-            for rank, tensors in by_rank.items()
+            rank: tuple(
+                ShardPieces(whole_pieces(ref, self._storage(ref)), shard.label(checkpoint.pp_degree))
+                for shard, ref in found.by_rank[rank][: 1 if found.is_alias else None]
+            )
+            for rank in ranks
         }
-        source = _Source(first.dtype, shards)
-        self._tensor_file(name, FP32, source, layout, ((keys.PARAM, None),), None, dtype="float32")
+        self._tensor_file(name, FP32, _Source(first.dtype, shards), layout, BARE, None, dtype="float32")
+
+    def _frozen_partitions(self) -> None:
+        """Frozen parameters of a tensor-parallel ZeRO-3 checkpoint; without tensor parallelism DeepSpeed's own
+        output leaves them in the model-state files."""
+        checkpoint = self.checkpoint
+        shapes: dict[str, dict[int, tuple[int, ...]]] = {}
+        stored: dict[str, dict[int, list[tuple[Fragment, int]]]] = {}
+        dtypes: dict[str, str] = {}
+        for file in checkpoint.model_files:
+            for name, fragment in file.frozen_fragments.items():
+                shape = file.frozen_shapes[name]
+                held, _ = zero3_interval(shape_numel(shape), checkpoint.dp_degree, file.rank)
+                shapes.setdefault(name, {})[file.shard.tp] = shape
+                part = (Fragment(fragment, 0, held, file.rank), self._storage(fragment))
+                stored.setdefault(name, {}).setdefault(file.shard.tp, []).append(part)
+                dtypes[name] = fragment.dtype
+        for name, by_rank in stored.items():
+            layout = self._lowered_map(name, shapes[name])
+            shards = {
+                rank: (
+                    ShardPieces(
+                        fragment_pieces(parts, shape_numel(shapes[name][rank]), param=name, rank=rank), f"tp {rank}"
+                    ),
+                )
+                for rank, parts in by_rank.items()
+            }
+            self._tensor_file(name, FP32, _Source(dtypes[name], shards), layout, BARE, None, dtype="float32")
+
+    def _lowered_map(self, name: str, shapes: Mapping[int, tuple[int, ...]]) -> ParamAffineMap:
+        lowered = self._lower(name, [shapes.get(rank) for rank in range(self.checkpoint.tp_degree)])
+        self.lowered.append(lowered)
+        return lowered.map
 
     # What the user should hear.
 
@@ -350,8 +404,8 @@ class _Builder:
         unused = unused_patterns(self.info, self.lowered)
         if unused and self.options.strict:
             raise CheckpointFormatError(
-                f"universal_checkpoint_info: no parameter matches {list(unused)}; every pattern must match one. Correct "
-                "the pattern where the training script defines it, or convert with --no_strict."
+                f"universal_checkpoint_info: no parameter matches {list(unused)}; every pattern must match one. "
+                "Correct the pattern where the training script defines it, or convert with --no_strict."
             )
         if unused:
             self.notes.append(f"patterns that match no parameter: {list(unused)}")
@@ -367,11 +421,21 @@ class _Builder:
         return self.storages.setdefault(tensor.storage, len(self.storages))
 
 
+def _refuse_without_weights(checkpoint: Checkpoint) -> None:
+    if checkpoint.stage == 0 and all(file.module is None for file in checkpoint.model_files):
+        raise UnsupportedLayoutError(
+            f"{checkpoint.folder.path}: saved by a pipeline engine without ZeRO, so its weights are in layer files under "
+            "names local to each layer, and nothing records the parameters' full names. Load it in DeepSpeed with ZeRO "
+            "stage 1 and save again.",
+            file=checkpoint.folder.path,
+        )
+
+
 def _required_info(checkpoint: Checkpoint, options: ConversionOptions) -> Mapping[str, Any]:
     info = checkpoint.uc_info
     if info is not None:
         return info
-    if options.inject_missing_state or checkpoint.stage in (0, 3) and checkpoint.tp_degree == 1:
+    if options.inject_missing_state or (checkpoint.stage in (0, 3) and checkpoint.tp_degree == 1):
         return {keys.VERSION: UC_VERSION}
     if checkpoint.stage == 3:
         return {}

@@ -96,7 +96,6 @@ def run(args: argparse.Namespace) -> int:
         fsync=not args.no_fsync,
         progress=sys.stderr.isatty() and not args.json,
     )
-    staged = StagedFolder(target)
     checkpoint = read_checkpoint(source)
     plan, suspects = build_plan(checkpoint, options)
     with FileMaps() as maps:
@@ -109,19 +108,18 @@ def run(args: argparse.Namespace) -> int:
             return 0
         if not args.json:
             print(_headline(summary), flush=True)
-        drifts = find_drift(plan, FlatSources(plan.storages, maps), execution)
-        _judge_drift(drifts, options.on_drift)
-        summary["drift"] = [drift.describe() for drift in drifts]
-        with staged:
+        with StagedFolder(target) as staged:
             try:
-                written = execute(plan, maps, staged.path, execution)
-                staged.publish(fsync=execution.fsync)
+                drifts = find_drift(plan, FlatSources(plan.storages, maps), execution)
+                _judge_drift(drifts, options.on_drift)
+                summary["drift"] = [drift.describe() for drift in drifts]
+                summary["bytes_written"] = execute(plan, maps, staged.path, execution)
+                staged.publish(durable=execution.fsync)
             except BaseException:
                 if args.keep_temp_folder:
                     staged.keep()
                 raise
     replace_text(os.path.join(os.path.dirname(target), "latest_universal"), os.path.basename(target))
-    summary["bytes_written"] = written
     _print(summary, args.json)
     return 0
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed_affine.errors import CheckpointFormatError, UnsupportedLayoutError
+from deepspeed_affine.errors import CheckpointFormatError
 from deepspeed_affine.execute.checkpoint import AUTOEP_KEYS, UC_INFO, Checkpoint
 from deepspeed_affine.plan.conversion import CopiedFile, ObjectFile
 from deepspeed_affine.storage.pt_reader import load_pickle
@@ -54,12 +54,6 @@ def _optimizer_state(checkpoint: Checkpoint) -> dict[str, Any]:
         state["param_groups"] = state["optimizer_state_dict"]["param_groups"]
         return dict(state) if type(state) is not dict else state
     base = state["base_optimizer_state"]
-    if not isinstance(base, Mapping):
-        raise UnsupportedLayoutError(
-            f"{file}: saved with elastic_checkpoint, which keeps no parameter groups, so the universal checkpoint would "
-            "lose every hyperparameter. Load it in DeepSpeed, set elastic_checkpoint to false and save again.",
-            file=file,
-        )
     if state.get("partition_count"):
         state["partition_count"] = [checkpoint.dp_degree] * len(state["partition_count"])
     if state.get("group_paddings"):

@@ -6,16 +6,16 @@ and brings together what they say.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults
-from deepspeed_affine.lowering.experts import ExpertLayer, expert_layers, zero12_expert_rank
+from deepspeed_affine.lowering.experts import ExpertLayer, NativeExperts, expert_layers, zero12_expert_rank
 from deepspeed_affine.lowering.states import Place, ShardKey, StateTable, read_zero3, read_zero12
 from deepspeed_affine.storage.folder import CheckpointFolder, scan_folder
 from deepspeed_affine.storage.pt_reader import load_pickle
-from deepspeed_affine.storage.refs import StandIn
+from deepspeed_affine.storage.refs import StandIn, TensorRef
 
 __all__ = ["Checkpoint", "ModelFile", "read_checkpoint"]
 
@@ -54,6 +54,18 @@ class ModelFile:
         return frozenset(self.root.get("buffer_names") or ())
 
     @property
+    def frozen_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the shards of parameters the optimizer does not own."""
+        shapes = self.root.get("frozen_param_shapes")
+        return {name: tuple(shape) for name, shape in shapes.items()} if isinstance(shapes, Mapping) else {}
+
+    @property
+    def frozen_fragments(self) -> Mapping[str, Any]:
+        """Their stored values; under ZeRO-3 one partition a data-parallel rank."""
+        fragments = self.root.get("frozen_param_fragments")
+        return fragments if isinstance(fragments, Mapping) else {}
+
+    @property
     def autoep(self) -> Any:
         for key in AUTOEP_KEYS:
             if self.root.get(key) is not None:
@@ -67,7 +79,9 @@ class Checkpoint:
 
     ``shapes[name][tp]`` is the recorded shard shape, None where that rank records none. ``optimizer_file`` is the
     file whose global state DeepSpeed's converter keeps, None without ZeRO. For expert parameters, ``experts`` gives
-    the layer and the shard keys of their states carry the expert-parallel rank in place of the TP rank.
+    the layer and the shard keys of their states carry the expert-parallel rank in place of the TP rank. Experts of
+    DeepSpeed's own MoE layers are separate parameters, here under their global numbers; ``expert_tensors[name][tp]``
+    is the weight in their expert file.
     """
 
     folder: CheckpointFolder
@@ -80,6 +94,8 @@ class Checkpoint:
     states: StateTable
     optimizer_file: str | None
     experts: Mapping[str, ExpertLayer]
+    native_experts: NativeExperts
+    expert_tensors: Mapping[str, Mapping[int, Any]]
 
     @property
     def uc_info(self) -> Mapping[str, Any] | None:
@@ -97,8 +113,11 @@ def read_checkpoint(path: str) -> Checkpoint:
     stage = _zero_stage(folder)
     tp_degree, pp_degree, dp_degree = _degrees(folder, stage)
     model_files = _read_model_files(folder, stage, tp_degree)
-    shapes = _shapes(model_files, tp_degree)
     experts = _experts(model_files)
+    expert_tensors = {} if experts else _expert_tensors(folder)
+    recorded = _shapes(model_files, tp_degree)
+    native = NativeExperts.from_names(expert_tensors, recorded or expert_tensors)
+    shapes = native.globalised(recorded)
     checkpoint = Checkpoint(
         folder=folder,
         stage=stage,
@@ -110,6 +129,8 @@ def read_checkpoint(path: str) -> Checkpoint:
         states=StateTable(),
         optimizer_file=folder.optim_files[0].path if folder.optim_files else None,
         experts=experts,
+        native_experts=native,
+        expert_tensors=expert_tensors,
     )
     _read_states(checkpoint)
     return checkpoint
@@ -135,10 +156,8 @@ def _enum_value(value: Any) -> int | None:
 
 def _degrees(folder: CheckpointFolder, stage: int) -> tuple[int, int, int]:
     if stage == 3:
-        tp = 1 + max(file.mp_rank for file in folder.optim_files)
-        dp = 1 + max(file.dp_rank for file in folder.optim_files)
-        return tp, 1, dp
-    stages = 1 + max((file.mp_rank for file in folder.model_files), default=0)
+        return folder.mp_degree, 1, folder.dp_degree
+    stages = folder.mp_degree
     recorded: set[tuple[int, int]] = set()
     for file in folder.model_files:
         dims = load_pickle(file.path).root.get("checkpoint_parallel_dimensions")
@@ -152,27 +171,26 @@ def _degrees(folder: CheckpointFolder, stage: int) -> tuple[int, int, int]:
     if recorded:
         ((pp, tp),) = recorded
     else:
-        tp = len({file.model_rank for file in folder.layer_files}) or stages
+        tp = len({file.mp for file in folder.layer_files}) or stages
         pp = stages // tp if tp else 1
     if pp * tp != stages:
         raise CheckpointFormatError(
-            f"{folder.path}: {stages} model-state ranks are present, but {pp} pipeline stages of {tp} tensor-parallel "
-            f"ranks need {pp * tp}. Files are missing: copy the whole folder."
+            f"{folder.path}: {stages} model-parallel ranks are present, but {pp} pipeline stages of {tp} "
+            f"tensor-parallel ranks need {pp * tp}. Files are missing: copy the whole folder."
         )
-    dp = 1 + max((file.dp_rank for file in folder.optim_files), default=0)
-    return tp, pp, dp
+    return tp, pp, max(folder.dp_degree, 1)
 
 
 def _read_model_files(folder: CheckpointFolder, stage: int, tp_degree: int) -> tuple[ModelFile, ...]:
     files = []
-    for file in folder.model_files:
-        pp, tp = divmod(file.mp_rank, tp_degree)
+    for file in folder.zero_model_files if stage == 3 else folder.model_files:
+        pp, tp = divmod(file.mp or 0, tp_degree)
         root = load_pickle(file.path).root
         if not isinstance(root, Mapping):
             raise CheckpointFormatError(
                 f"{file.path}: holds a {type(root).__name__}; a dictionary of model state is expected.", file=file.path
             )
-        files.append(ModelFile(file.path, ShardKey(pp, tp), file.dp_rank or 0, root))
+        files.append(ModelFile(file.path, ShardKey(pp, tp), file.dp or 0, root))
     return tuple(sorted(files, key=lambda item: (item.shard, item.rank)))
 
 
@@ -214,20 +232,36 @@ def _experts(model_files: Sequence[ModelFile]) -> dict[str, ExpertLayer]:
     return found
 
 
+def _expert_tensors(folder: CheckpointFolder) -> dict[str, dict[int, Any]]:
+    found: dict[str, dict[int, Any]] = {}
+    for file in folder.expert_files:
+        root = load_pickle(file.path).root
+        if not isinstance(root, Mapping):
+            raise CheckpointFormatError(
+                f"{file.path}: holds a {type(root).__name__}; a dictionary of one expert's weights is expected.",
+                file=file.path,
+            )
+        for name, value in root.items():
+            if isinstance(value, TensorRef):
+                found.setdefault(name, {})[file.mp or 0] = value
+    return found
+
+
 def _read_states(checkpoint: Checkpoint) -> None:
     by_shard: dict[ShardKey, dict[int, ModelFile]] = {}
     for model in checkpoint.model_files:
         by_shard.setdefault(model.shard, {})[model.rank] = model
     faults = Faults()
     for file in checkpoint.folder.optim_files:
-        pp, tp = divmod(file.mp_rank, checkpoint.tp_degree)
+        pp, tp = divmod(file.mp or 0, checkpoint.tp_degree)
+        dp_rank = file.dp or 0
         shard = ShardKey(pp, tp)
         models = by_shard.get(shard, {})
-        model_file = models.get(file.dp_rank if checkpoint.stage == 3 else 0)
+        model_file = models.get(dp_rank if checkpoint.stage == 3 else 0)
         if model_file is None:
             faults.add(
                 CheckpointFormatError(
-                    f"{file.path}: no model-state file belongs to it (model-parallel rank {file.mp_rank}); copy the "
+                    f"{file.path}: no model-state file belongs to it (model-parallel rank {file.mp}); copy the "
                     "whole folder.",
                     file=file.path,
                 )
@@ -236,7 +270,7 @@ def _read_states(checkpoint: Checkpoint) -> None:
         try:
             root = load_pickle(file.path).root
             optimizer = _optimizer(root, file.path)
-            place = _placement(checkpoint, root, model_file, shard, file.dp_rank, file.path)
+            place = _placement(checkpoint, root, model_file, shard, dp_rank, file.path)
             if checkpoint.stage == 3:
                 groups = _shape_groups(model_file)
                 read_zero3(checkpoint.states, optimizer, groups, place, checkpoint.dp_degree, file=file.path)
@@ -249,26 +283,25 @@ def _read_states(checkpoint: Checkpoint) -> None:
 
 def _placement(
     checkpoint: Checkpoint, root: Mapping[str, Any], model: ModelFile, shard: ShardKey, dp_rank: int, file: str
-) -> Place:
+) -> Callable[[str], Place]:
     """Which shard a file's fragments belong to: its TP rank's, or for experts its expert-parallel rank's."""
     experts = checkpoint.experts
-    if not experts:
-        return lambda name: (shard, dp_rank)
     folding = root.get("folding")
     families = folding.get("param_families") or {} if isinstance(folding, Mapping) else {}
     records = {entry["expert_key_prefix"]: entry for entry in model.autoep or ()}
     config = model.root.get("ds_config")
     data_first = bool(config.get("use_data_before_expert_parallelism")) if isinstance(config, Mapping) else False
 
-    def place(name: str) -> tuple[ShardKey, int]:
+    def place(name: str) -> Place:
         layer = experts.get(name)
         if layer is None:
-            return shard, dp_rank
+            native = checkpoint.native_experts.place(name, dp_rank, checkpoint.dp_degree, data_first)
+            return Place(native[0], shard, native[1]) if native else Place(name, shard, dp_rank)
         if isinstance(folding, Mapping):
-            return ShardKey(shard.pp, folding["ep_rank"]), families[name]["zero_partition_rank"]
+            return Place(name, ShardKey(shard.pp, folding["ep_rank"]), families[name]["zero_partition_rank"])
         if checkpoint.stage == 3:
             record = records[layer.prefix]
-            return ShardKey(shard.pp, record["ep_rank"]), record["expert_data_parallel_rank"]
+            return Place(name, ShardKey(shard.pp, record["ep_rank"]), record["expert_data_parallel_rank"])
         if checkpoint.tp_degree > 1:
             raise CheckpointFormatError(
                 f"{file}: expert parameter {name!r} is stored under {checkpoint.tp_degree} tensor-parallel ranks, but "
@@ -278,7 +311,7 @@ def _placement(
                 file=file,
             )
         ep_rank, rank = zero12_expert_rank(dp_rank, checkpoint.dp_degree, layer.ep_size, data_first)
-        return ShardKey(shard.pp, ep_rank), rank
+        return Place(name, ShardKey(shard.pp, ep_rank), rank)
 
     return place
 

@@ -160,8 +160,8 @@ class _Execution:
             found = zlib.crc32(view[start : start + CHUNK_BYTES], found)
         if found != storage.crc32:
             raise IntegrityError(
-                f"{storage.file}: storage {storage.key!r} has CRC {found:08x}, its file records {storage.crc32:08x}; the "
-                "file was damaged after it was saved. Use another checkpoint, or read it all the same with "
+                f"{storage.file}: storage {storage.key!r} has CRC {found:08x}, its file records {storage.crc32:08x}; "
+                "the file was damaged after it was saved. Use another checkpoint, or read it all the same with "
                 "--no-source-crc.",
                 file=storage.file,
             )

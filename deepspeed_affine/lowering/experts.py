@@ -7,8 +7,9 @@ Locations of these maps are expert-parallel ranks.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,11 @@ from deepspeed_affine.errors import CheckpointFormatError, InvalidMapError
 from deepspeed_affine.ir import AFFINE_MAP_FORMAT_VERSION, AffinePiece, ParamAffineMap
 from deepspeed_affine.lowering.zero import row_major_strides
 
-__all__ = ["EXPERT_WEIGHTS", "ExpertLayer", "expert_layers", "expert_map", "zero12_expert_rank"]
+__all__ = ["EXPERT_WEIGHTS", "ExpertLayer", "NativeExperts", "expert_layers", "expert_map", "zero12_expert_rank"]
 
 EXPERT_WEIGHTS = ("w1", "w2", "w3")
 PLACEMENT_VERSION = 1
+Shapes = tuple[tuple[int, ...] | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,63 @@ def expert_map(layer: ExpertLayer, name: str, expert_shape: Sequence[int]) -> Pa
             param=name,
         )
     return placed
+
+
+NATIVE_EXPERT = re.compile(r"(?P<prefix>.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(?P<id>\d+)(?P<rest>\..*)")
+
+
+@dataclass(frozen=True, slots=True)
+class NativeExperts:
+    """Experts of DeepSpeed's own MoE layers: every rank numbers its experts from 0, the expert files globally.
+
+    ``layers`` gives, by the prefix a layer's expert parameters share, its experts in all and on one rank.
+    """
+
+    layers: Mapping[str, tuple[int, int]]
+
+    @classmethod
+    def from_names(cls, global_names: Iterable[str], local_names: Iterable[str]) -> NativeExperts:
+        """The layers named by the expert files, ``local_names`` being those of one rank's parameters."""
+        counts, local = _expert_counts(global_names), _expert_counts(local_names)
+        for prefix, count in counts.items():
+            if not local.get(prefix) or count % local[prefix]:
+                raise CheckpointFormatError(
+                    f"expert layer {prefix!r}: the expert files number {count} experts, a rank's optimizer holds "
+                    f"{local.get(prefix, 0)}; the ranks must hold equal parts. An expert file is missing.",
+                    param=prefix,
+                )
+        return cls({prefix: (count, local[prefix]) for prefix, count in counts.items()})
+
+    def place(self, name: str, dp_rank: int, dp_degree: int, data_before_expert: bool) -> tuple[str, int] | None:
+        """``(global name, rank among its data-parallel holders)`` of a rank's local expert parameter, or None."""
+        match = NATIVE_EXPERT.fullmatch(name)
+        if match is None or match["prefix"] not in self.layers:
+            return None
+        count, local = self.layers[match["prefix"]]
+        ep_rank, rank = zero12_expert_rank(dp_rank, dp_degree, count // local, data_before_expert)
+        return f"{match['prefix']}{ep_rank * local + int(match['id'])}{match['rest']}", rank
+
+    def globalised(self, shapes: Mapping[str, Shapes]) -> dict[str, Shapes]:
+        """``shapes`` with every local expert parameter listed once for each expert-parallel rank."""
+        result: dict[str, Shapes] = {}
+        for name, found in shapes.items():
+            match = NATIVE_EXPERT.fullmatch(name)
+            if match is None or match["prefix"] not in self.layers:
+                result[name] = found
+                continue
+            count, local = self.layers[match["prefix"]]
+            for expert in range(int(match["id"]), count, local):
+                result[f"{match['prefix']}{expert}{match['rest']}"] = found
+        return result
+
+
+def _expert_counts(names: Iterable[str]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for name in names:
+        match = NATIVE_EXPERT.fullmatch(name)
+        if match:
+            counts[match["prefix"]] = max(counts.get(match["prefix"], 0), int(match["id"]) + 1)
+    return counts
 
 
 def zero12_expert_rank(dp_rank: int, dp_degree: int, ep_size: int, data_before_expert: bool) -> tuple[int, int]:

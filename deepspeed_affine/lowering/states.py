@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed_affine.errors import CheckpointFormatError, UnsupportedLayoutError
-from deepspeed_affine.lowering.zero import Fragment, StoredTensor, zero3_interval
+from deepspeed_affine.lowering.zero import Fragment, zero3_interval
 
 __all__ = ["ParamStates", "Place", "ShardKey", "StateTable", "read_zero3", "read_zero12", "shape_numel"]
 
@@ -49,8 +49,13 @@ class ParamStates:
     group: int = 0
 
 
-Place = Callable[[str], tuple[ShardKey, int]]
-"""Where one file's part of a parameter belongs: its shard, and its place among that shard's fragments."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one file's part of a parameter belongs: under which name, in which shard, and which of its fragments."""
+
+    name: str
+    shard: ShardKey
+    rank: int
 
 
 class StateTable:
@@ -73,23 +78,23 @@ class StateTable:
     def get(self, name: str) -> ParamStates | None:
         return self.params.get(name)
 
-    def add_fragment(self, name: str, state: str, shard: ShardKey, fragment: Fragment, group: int) -> None:
-        entry = self.params.setdefault(name, ParamStates(group=group))
-        entry.tensors.setdefault(state, {}).setdefault(shard, []).append(fragment)
+    def add_fragment(self, at: Place, state: str, fragment: Fragment, group: int) -> None:
+        self._entry(at, group).tensors.setdefault(state, {}).setdefault(at.shard, []).append(fragment)
 
-    def add_whole(self, name: str, state: str, shard: ShardKey, fragment: Fragment, group: int) -> None:
-        entry = self.params.setdefault(name, ParamStates(group=group))
-        entry.whole.setdefault(state, {}).setdefault(shard, []).append(fragment)
+    def add_whole(self, at: Place, state: str, fragment: Fragment, group: int) -> None:
+        self._entry(at, group).whole.setdefault(state, {}).setdefault(at.shard, []).append(fragment)
 
-    def add_scalar(self, name: str, state: str, shard: ShardKey, rank: int, value: Any, group: int) -> None:
-        entry = self.params.setdefault(name, ParamStates(group=group))
-        entry.scalars.setdefault(state, []).append((shard, rank, value))
+    def add_scalar(self, at: Place, state: str, value: Any, group: int) -> None:
+        self._entry(at, group).scalars.setdefault(state, []).append((at.shard, at.rank, value))
+
+    def _entry(self, at: Place, group: int) -> ParamStates:
+        return self.params.setdefault(at.name, ParamStates(group=group))
 
 
 def read_zero12(
     table: StateTable,
     optimizer: Mapping[str, Any],
-    place: Place,
+    place: Callable[[str], Place],
     shapes: Mapping[str, Any],
     *,
     file: str,
@@ -109,6 +114,7 @@ def read_zero12(
             "both must list every group. The file is damaged: use another checkpoint.",
             file=file,
         )
+    partitions = _partition_lengths(optimizer, masters)
     for group, mapping in enumerate(mappings):
         group_state = states(group)
         if group_state is None:
@@ -118,19 +124,20 @@ def read_zero12(
         whole = {
             state: offsets
             for state, value in flat.items()
-            if state != FP32 and _is_flat(value) and (offsets := _whole_offsets(state, value, slices, shapes, file))
+            if state != FP32
+            and _is_flat(value)
+            and (offsets := _whole_offsets(state, value.shape[0], partitions[group], slices, shapes, file))
         }
         for name, (start, numel) in slices.items():
-            shard, dp_rank = place(name)
+            at = place(name)
             for state, value in flat.items():
                 if state in whole:
-                    fragment = Fragment(value, whole[state][name], shape_numel(shapes[name]), dp_rank)
-                    table.add_whole(name, state, shard, fragment, group)
+                    fragment = Fragment(value, whole[state][name], shape_numel(shapes[name]), at.rank)
+                    table.add_whole(at, state, fragment, group)
                 elif _is_flat(value):
-                    fragment = Fragment(value, start, numel, dp_rank)
-                    table.add_fragment(name, state, shard, fragment, group)
+                    table.add_fragment(at, state, Fragment(value, start, numel, at.rank), group)
                 elif _is_scalar(value):
-                    table.add_scalar(name, state, shard, dp_rank, value, group)
+                    table.add_scalar(at, state, value, group)
                 elif value is None:
                     table.empty_states.add(state)
                 else:
@@ -141,7 +148,7 @@ def read_zero3(
     table: StateTable,
     optimizer: Mapping[str, Any],
     param_shapes: Sequence[Mapping[str, Any]],
-    place: Place,
+    place: Callable[[str], Place],
     dp_degree: int,
     *,
     file: str,
@@ -170,14 +177,14 @@ def read_zero3(
         flat: dict[str, Any] = {FP32: masters[index], **(group_state or {})}
         start = 0
         for name, shape in shapes.items():
-            shard, dp_rank = place(name)
-            rank = partition.get("partition_rank", dp_rank)
+            at = place(name)
+            rank = partition.get("partition_rank", at.rank)
             held, reserved = zero3_interval(shape_numel(shape), count, rank)
             for state, value in flat.items():
                 if _is_flat(value):
-                    table.add_fragment(name, state, shard, Fragment(value, start, held, rank), index)
+                    table.add_fragment(at, state, Fragment(value, start, held, rank), index)
                 elif _is_scalar(value):
-                    table.add_scalar(name, state, shard, rank, value, index)
+                    table.add_scalar(at, state, value, index)
                 elif value is None:
                     table.empty_states.add(state)
                 else:
@@ -193,18 +200,32 @@ def shape_numel(shape: Iterable[int]) -> int:
     return count
 
 
+def _partition_lengths(optimizer: Mapping[str, Any], masters: Sequence[Any]) -> list[set[int]]:
+    """The lengths a flat partition of each group may have: with and without the padding at its end."""
+    paddings = optimizer.get("group_paddings") or []
+    lengths = []
+    for group, master in enumerate(masters):
+        length = master.shape[0]
+        padding = paddings[group] if group < len(paddings) else 0
+        lengths.append({length, length + padding})
+    return lengths
+
+
 def _whole_offsets(
-    state: str, value: StoredTensor, slices: Mapping[str, tuple[int, int]], shapes: Mapping[str, Any], file: str
+    state: str,
+    stored: int,
+    partition: set[int],
+    slices: Mapping[str, tuple[int, int]],
+    shapes: Mapping[str, Any],
+    file: str,
 ) -> dict[str, int] | None:
     """Where each parameter starts in a state kept whole per parameter, or None for an ordinary flat partition.
 
-    Told apart by length: a flat partition reaches at least the end of its last slice, a whole-parameter buffer
-    is exactly as long as its parameters together.
+    Told apart by length: a flat partition is as long as the group's fp32 partition, a whole-parameter buffer as
+    long as all parameters that touch the partition together.
     """
-    if not slices or any(name not in shapes for name in slices):
+    if (stored in partition and state != MUON_STATE) or any(name not in shapes for name in slices):
         return None
-    stored = value.shape[0]
-    reach = max(start + numel for start, numel in slices.values())
     offsets: dict[str, int] = {}
     total = 0
     for name in sorted(slices, key=lambda key: slices[key][0]):
@@ -213,12 +234,10 @@ def _whole_offsets(
     same = all(offsets[name] == start and shape_numel(shapes[name]) == numel for name, (start, numel) in slices.items())
     if same or stored != total:
         return None
-    if stored >= reach and state != MUON_STATE:
-        return None
-    if stored >= reach:
+    if stored in partition:
         raise UnsupportedLayoutError(
-            f"{file}: optimizer state {state!r} has {stored} elements, which fits both a flat partition and a buffer "
-            "of whole parameters, so its layout cannot be told from the file. Save with another data-parallel "
+            f"{file}: optimizer state {state!r} has {stored} elements, which is the length both of its partition and "
+            "of its parameters together, so its layout cannot be told from the file. Save with another data-parallel "
             "degree and convert that.",
             file=file,
         )
@@ -228,13 +247,17 @@ def _whole_offsets(
 def _group_states(optimizer: Mapping[str, Any], file: str) -> Callable[[int], Mapping[str, Any] | None]:
     base = optimizer.get("base_optimizer_state")
     if isinstance(base, list):
-        return lambda group: base[group] if group < len(base) and base[group] else None
+        raise UnsupportedLayoutError(
+            f"{file}: saved with elastic_checkpoint, which keeps no parameter groups, so a universal checkpoint would "
+            "lose every hyperparameter. Load it in DeepSpeed, set elastic_checkpoint to false and save again.",
+            file=file,
+        )
     if isinstance(base, Mapping) and isinstance(base.get("state"), Mapping):
         states = base["state"]
         return lambda group: states.get(group) or None
     raise CheckpointFormatError(
-        f"{file}: 'base_optimizer_state' is {type(base).__name__}; a dictionary with 'state', or a list with one "
-        "dictionary a group, is expected. Not an optimizer file of ZeRO stage 1 or 2, or a damaged one.",
+        f"{file}: 'base_optimizer_state' is {type(base).__name__}; a dictionary with 'state' is "
+        "expected. Not an optimizer file of ZeRO stage 1 or 2, or a damaged one.",
         file=file,
     )
 

@@ -56,11 +56,12 @@ class StagedFolder:
                 file=self.target,
             )
 
-    def publish(self) -> None:
-        """After this the folder is at its target, whole and durable, and nothing private is left."""
+    def publish(self, *, durable: bool = True) -> None:
+        """After this the folder is at its target, whole and (unless told otherwise) on the disk."""
         if not self._open:
             raise PolicyError(f"{self.target}: was published or discarded before; expected one publication.")
-        fsync_tree(self.path)
+        if durable:
+            fsync_tree(self.path)
         self._refuse_existing()
         try:
             os.rename(self.path, self.target)
@@ -69,7 +70,12 @@ class StagedFolder:
                 self._refuse_existing()
             raise
         self._open = False
-        fsync_folder(self.parent)
+        if durable:
+            fsync_folder(self.parent)
+
+    def keep(self) -> None:
+        """After this leaving the ``with`` block removes nothing; the private folder is the caller's."""
+        self._open = False
 
     def discard(self) -> None:
         """After this nothing private is left; does nothing once published."""
