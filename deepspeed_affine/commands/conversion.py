@@ -401,7 +401,9 @@ class _Builder:
     def _report_unused(self) -> None:
         if self.flat or not self.lowered:
             return
-        unused = unused_patterns(self.info, self.lowered)
+        # Experts are placed by their own records; a pattern that names one has still found its parameter.
+        placed = {key for name in self.checkpoint.experts for key in self.info.category_patterns_of(name)}
+        unused = tuple(key for key in unused_patterns(self.info, self.lowered) if key not in placed)
         if unused and self.options.strict:
             raise CheckpointFormatError(
                 f"universal_checkpoint_info: no parameter matches {list(unused)}; every pattern must match one. "
@@ -424,9 +426,9 @@ class _Builder:
 def _refuse_without_weights(checkpoint: Checkpoint) -> None:
     if checkpoint.stage == 0 and all(file.module is None for file in checkpoint.model_files):
         raise UnsupportedLayoutError(
-            f"{checkpoint.folder.path}: saved by a pipeline engine without ZeRO, so its weights are in layer files under "
-            "names local to each layer, and nothing records the parameters' full names. Load it in DeepSpeed with ZeRO "
-            "stage 1 and save again.",
+            f"{checkpoint.folder.path}: saved by a pipeline engine without ZeRO, so its weights are in layer files "
+            "under names local to each layer, and nothing records the parameters' full names. Load it in DeepSpeed with "
+            "ZeRO stage 1 and save again.",
             file=checkpoint.folder.path,
         )
 
