@@ -171,10 +171,9 @@ def _check_scales(layout: ParamAffineMap, dtype: torch.dtype, scale_power: int, 
     rank, piece = scaled
     if scale_power != 1 and scaled_states == "refuse":
         raise UnsupportedLayoutError(
-            f"Rank {rank} holds a block times {piece.scale}, and this is an optimizer state (power "
-            f"{scale_power}). The state converts, but lr and eps of its optimizer would still be in the old coordinate, so the resumed "
-            "run would diverge without an error. Pass scaled_states='power' to convert it knowingly, or start the "
-            "state anew.",
+            f"Rank {rank} holds a block times {piece.scale}, and this is an optimizer state (power {scale_power}). It "
+            "converts, but lr and eps of its optimizer would still be in the old coordinate, so the resumed run would "
+            "diverge without an error. Pass scaled_states='power' to convert it knowingly, or start the state anew.",
             rank=rank,
         )
     if not (dtype.is_floating_point or dtype.is_complex) and scale_power != 0:

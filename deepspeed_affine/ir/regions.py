@@ -127,35 +127,48 @@ def complement(held: Iterable[Lattice], start: int, stop: int, budget: Budget | 
     cursor = start
     for first, last in _clusters(ordered):
         group = ordered[first:last]
-        low, high = group[0].key, max(x.last for x in group) + 1
+        following = ordered[last].key if last < len(ordered) else stop
+        gaps, low, high = _gaps_within(group, cursor, following, budget)
         if low > cursor:
             result.append(run(cursor, low))
-        result += _gaps_within(group, low, high, budget)
+        result += gaps
         cursor = high
     if cursor < stop:
         result.append(run(cursor, stop))
     return result
 
 
-def _gaps_within(group: Sequence[Lattice], low: int, high: int, budget: Budget) -> list[Lattice]:
+def _gaps_within(group: Sequence[Lattice], before: int, after: int, budget: Budget) -> tuple[list[Lattice], int, int]:
+    """The gaps of one cluster, with the hull they fill: that of the cluster, or a little of the free space around it.
+
+    Between the repetitions of a common outer digit the same run is free each time; taking the run before the first or
+    after the last as one more repetition makes the gap beside a column split one box.
+    """
     budget.spend(len(group))
+    low, high = group[0].key, max(x.last for x in group) + 1
     if len(group) == 1 and len(group[0].digits) <= 1 and group[0].numel == high - low:
-        return []
+        return [], low, high
     digit = _common_outer(group)
     if digit is None:
         rest = [run(low, high)]
         for lattice in group:
             budget.spend(len(rest))
             rest = [x for piece in rest for x in subtract(piece, lattice, budget)]
-        return sorted(rest)
+        return sorted(rest), low, high
     extent, stride, _ = digit
     inner = _stripped(group)
     inner_high = max(x.last for x in inner) + 1
     gaps = _under(digit, complement(inner, low, inner_high, budget))
-    if inner_high < low + stride:
-        between = run(inner_high, low + stride)
-        gaps += _under((extent - 1, stride, 0), [between]) if extent > 2 else [between]
-    return sorted(gaps)
+    width = low + stride - inner_high
+    if width:
+        between, times = inner_high, extent - 1
+        if low - width >= before:
+            between, times, low = between - stride, times + 1, low - width
+        if high + width <= after:
+            times, high = times + 1, high + width
+        gap = run(between, between + width)
+        gaps += _under((times, stride, 0), [gap]) if times > 1 else [gap]
+    return sorted(gaps), low, high
 
 
 def refine(items: Iterable[Held], budget: Budget | None = None) -> list[Held]:
