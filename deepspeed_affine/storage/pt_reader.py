@@ -81,6 +81,7 @@ def _load(fd: int, path: str) -> Loaded:
             f"{path}: is a TorchScript program; expected a checkpoint written by torch.save. Pass the checkpoint.",
             file=path,
         )
+    directory.require_stored()
     _check_byte_order(fd, directory, prefix)
     storages = _Storages(fd, directory, prefix)
     data = directory.read(fd, directory.records[f"{prefix}/data.pkl"])

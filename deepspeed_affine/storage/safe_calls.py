@@ -14,7 +14,7 @@ from deepspeed_affine.errors import CheckpointFormatError
 from deepspeed_affine.storage.dtypes import ITEM_SIZES
 from deepspeed_affine.storage.refs import META_LOCATION, Global, StandIn, StorageRef, TensorRef, TorchSize
 
-__all__ = ["build", "check_hashable"]
+__all__ = ["build", "check_hashable", "record"]
 
 _MAX_KEY_NODES = 4096
 _NOT_SIMPLE = object()
@@ -29,7 +29,14 @@ def build(callee: object, args: tuple[Any, ...]) -> Any:
             made = make(args)
             if made is not _NOT_SIMPLE:
                 return made
-    return StandIn(callee, args)
+    return record(callee, args)
+
+
+def record(callee: object, args: tuple[Any, ...], op: str = "reduce", kwargs: dict[str, Any] | None = None) -> StandIn:
+    """Return a stand-in for what ``callee``, a name or itself a stand-in, would have made."""
+    if not isinstance(callee, (Global, StandIn)):
+        raise TypeError(f"a call of a {type(callee).__name__}")
+    return StandIn(callee, args, op, kwargs)
 
 
 def check_hashable(key: Any) -> None:

@@ -15,8 +15,7 @@ from typing import Any
 
 from deepspeed_affine.errors import CheckpointFormatError
 from deepspeed_affine.storage.machine import MARK, Machine, MalformedError
-from deepspeed_affine.storage.refs import StandIn
-from deepspeed_affine.storage.safe_calls import build, check_hashable
+from deepspeed_affine.storage.safe_calls import build, check_hashable, record
 
 __all__ = ["MAX_PICKLE_BYTES", "load_inert"]
 
@@ -328,7 +327,7 @@ def _newobj(m: Machine) -> None:
     args, cls = m.pop(), m.pop()
     if type(args) is not tuple:
         raise MalformedError("an object whose arguments are not a tuple")
-    m.stack.append(StandIn(cls, args, "newobj"))
+    m.stack.append(record(cls, args, "newobj"))
 
 
 @_on(pickle.NEWOBJ_EX)
@@ -336,13 +335,13 @@ def _newobj_ex(m: Machine) -> None:
     kwargs, args, cls = m.pop(), m.pop(), m.pop()
     if type(args) is not tuple or type(kwargs) is not dict:
         raise MalformedError("an object whose arguments are not a tuple and a dict")
-    m.stack.append(StandIn(cls, args, "newobj_ex", kwargs))
+    m.stack.append(record(cls, args, "newobj_ex", kwargs))
 
 
 @_on(pickle.INST)
 def _inst(m: Machine) -> None:
     module, name = _text(m.line()), _text(m.line())
-    m.stack.append(StandIn(m.find_global(module, name), tuple(m.pop_to_mark())))
+    m.stack.append(record(m.find_global(module, name), tuple(m.pop_to_mark())))
 
 
 @_on(pickle.OBJ)
@@ -350,7 +349,7 @@ def _obj(m: Machine) -> None:
     items = m.pop_to_mark()
     if not items:
         raise MalformedError("an object without its class")
-    m.stack.append(StandIn(items[0], tuple(items[1:])))
+    m.stack.append(record(items[0], tuple(items[1:])))
 
 
 @_on(pickle.BUILD)

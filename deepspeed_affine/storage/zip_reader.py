@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -32,16 +33,27 @@ class ZipRecord:
     header_offset: int
     size: int
     crc32: int
+    method: int
 
 
 @dataclass(frozen=True, slots=True)
 class ZipDirectory:
-    """All records of the archive at ``path``; every one is stored, not compressed, and lies inside the file."""
+    """All records of the archive at ``path``; each lies inside the file."""
 
     path: str
     file_size: int
     directory_offset: int
     records: Mapping[str, ZipRecord]
+
+    def require_stored(self) -> None:
+        """Raise CheckpointFormatError unless every record's bytes are in the file as they are."""
+        for record in self.records.values():
+            if record.method != 0:
+                raise CheckpointFormatError(
+                    f"{self.path}: record {record.name!r} is compressed (method {record.method}); expected stored "
+                    "records as torch.save writes them. Save the file again: torch.save(torch.load(path), path).",
+                    file=self.path,
+                )
 
     def data_offset(self, fd: int, record: ZipRecord) -> int:
         """Return where the record's bytes begin, absolute in the file; its local header is checked on the way."""
@@ -62,18 +74,31 @@ class ZipDirectory:
                 f"record {record.name!r} ends at byte {start + record.size}, past the archive's directory "
                 f"at byte {self.directory_offset}",
             )
+        self._check_end(fd, record, start + record.size)
         return start
 
+    def _check_end(self, fd: int, record: ZipRecord, end: int) -> None:
+        """Raise unless the record ends where something begins: a wrong length in its header would shift its bytes."""
+        following = os.pread(fd, 8, end)
+        if following[:4] == b"PK\x07\x08":
+            if following[4:] == struct.pack("<L", record.crc32):
+                return
+        elif following[:4] in (b"PK\x03\x04", b"PK\x01\x02"):
+            return
+        raise _damaged(self.path, f"record {record.name!r} does not end at byte {end}, where its headers say it does")
+
     def read(self, fd: int, record: ZipRecord) -> bytes:
-        """Return the record's bytes. For small records only: nothing else is read into memory."""
-        data = os.pread(fd, record.size, self.data_offset(fd, record))
-        while 0 < len(data) < record.size:
-            more = os.pread(fd, record.size - len(data), self.data_offset(fd, record) + len(data))
-            if not more:
-                break
-            data += more
-        if len(data) != record.size:
-            raise _damaged(self.path, f"record {record.name!r} has {len(data)} of its {record.size} bytes")
+        """Return the record's bytes, checked against their CRC where one was recorded. For small records."""
+        start, parts, got = self.data_offset(fd, record), [], 0
+        while got < record.size:
+            part = os.pread(fd, record.size - got, start + got)
+            if not part:
+                raise _damaged(self.path, f"record {record.name!r} has {got} of its {record.size} bytes")
+            parts.append(part)
+            got += len(part)
+        data = b"".join(parts)
+        if record.crc32 and zlib.crc32(data) != record.crc32:
+            raise _damaged(self.path, f"record {record.name!r} does not match its checksum")
         return data
 
 
@@ -88,7 +113,7 @@ def _damaged(path: str, fact: str) -> CheckpointFormatError:
 def read_directory(fd: int, path: str) -> ZipDirectory:
     """Return the archive's directory, every offset and size checked against the file's size.
 
-    Raises CheckpointFormatError naming ``path`` for a truncated, damaged, encrypted or compressed archive.
+    Raises CheckpointFormatError naming ``path`` for a truncated, damaged or encrypted archive.
     """
     file_size = os.fstat(fd).st_size
     count, size, offset, end = _find_directory(fd, path, file_size)
@@ -176,13 +201,9 @@ def _parse_entry(raw: bytes, position: int, path: str) -> tuple[ZipRecord, int]:
             f"{path}: record {name!r} is encrypted; expected plain records as torch.save writes them. Decrypt it.",
             file=path,
         )
-    if method != 0 or compressed != size:
-        raise CheckpointFormatError(
-            f"{path}: record {name!r} is compressed (method {method}, {compressed} of {size} bytes); expected stored "
-            "records as torch.save writes them. Save the file again with torch.save(torch.load(path), path).",
-            file=path,
-        )
-    return ZipRecord(name, raw_name, header_offset, size, crc), stop
+    if method == 0 and compressed != size:
+        raise _damaged(path, f"record {name!r} has {compressed} bytes and should have {size}")
+    return ZipRecord(name, raw_name, header_offset, compressed, crc, method), stop
 
 
 def _apply_zip64(
