@@ -1,5 +1,99 @@
-"""Convert, verify and move DeepSpeed checkpoints through an affine description of every shard."""
+"""Convert, verify and move DeepSpeed checkpoints through an affine description of every shard.
+
+Importing this package imports neither torch nor deepspeed; names below are loaded when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from deepspeed_affine._version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from deepspeed_affine.errors import (
+        AffineError,
+        BudgetExceededError,
+        CheckpointFormatError,
+        IntegrityError,
+        InvalidMapError,
+        PolicyError,
+        UnsupportedLayoutError,
+    )
+    from deepspeed_affine.ir import (
+        AFFINE_MAP_FORMAT_VERSION,
+        SCALE_POWER_BY_STATE,
+        AffinePiece,
+        ParamAffineMap,
+        block_gather_map,
+        compose,
+        compose_maps,
+        contiguous_split_map,
+        meet,
+        replicated_map,
+        segmented_map,
+        sub_param_map,
+    )
+
+_HOMES = {
+    "deepspeed_affine.errors": (
+        "AffineError",
+        "BudgetExceededError",
+        "CheckpointFormatError",
+        "IntegrityError",
+        "InvalidMapError",
+        "PolicyError",
+        "UnsupportedLayoutError",
+    ),
+    "deepspeed_affine.ir": (
+        "AFFINE_MAP_FORMAT_VERSION",
+        "SCALE_POWER_BY_STATE",
+        "AffinePiece",
+        "ParamAffineMap",
+        "block_gather_map",
+        "compose",
+        "compose_maps",
+        "contiguous_split_map",
+        "meet",
+        "replicated_map",
+        "segmented_map",
+        "sub_param_map",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "AFFINE_MAP_FORMAT_VERSION",
+    "SCALE_POWER_BY_STATE",
+    "AffineError",
+    "AffinePiece",
+    "BudgetExceededError",
+    "CheckpointFormatError",
+    "IntegrityError",
+    "InvalidMapError",
+    "ParamAffineMap",
+    "PolicyError",
+    "UnsupportedLayoutError",
+    "__version__",
+    "block_gather_map",
+    "compose",
+    "compose_maps",
+    "contiguous_split_map",
+    "meet",
+    "replicated_map",
+    "segmented_map",
+    "sub_param_map",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
