@@ -259,7 +259,7 @@ class _Builder:
         fill: Fill = "copy"
         if any(piece.scale != 1.0 for piece in pieces):
             pieces, fill = self._scaled(name, state, pieces)
-        if self.options.on_drift is OnDrift.AVERAGE and (replicas or (lowered is not None and lowered.average)):
+        if self.options.on_drift is OnDrift.AVERAGE and lowered is not None and lowered.average:
             fill = "average"
         shape = layout.logical_shape
         if truncate is not None:
@@ -427,8 +427,8 @@ def _refuse_without_weights(checkpoint: Checkpoint) -> None:
     if checkpoint.stage == 0 and all(file.module is None for file in checkpoint.model_files):
         raise UnsupportedLayoutError(
             f"{checkpoint.folder.path}: saved by a pipeline engine without ZeRO, so its weights are in layer files "
-            "under names local to each layer, and nothing records the parameters' full names. Load it in DeepSpeed with "
-            "ZeRO stage 1 and save again.",
+            "under names local to each layer, and nothing records the parameters' full names. Load it in DeepSpeed "
+            "with ZeRO stage 1 and save again.",
             file=checkpoint.folder.path,
         )
 

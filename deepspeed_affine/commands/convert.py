@@ -113,6 +113,9 @@ def run(args: argparse.Namespace) -> int:
                 drifts = find_drift(plan, FlatSources(plan.storages, maps), execution)
                 _judge_drift(drifts, options.on_drift)
                 summary["drift"] = [drift.describe() for drift in drifts]
+                if options.on_drift is OnDrift.AVERAGE:
+                    plan = _averaging(plan, drifts)
+                    summary["averaged"] = _averaged(plan)
                 summary["bytes_written"] = execute(plan, maps, staged.path, execution)
                 staged.publish(durable=execution.fsync)
             except BaseException:
@@ -189,6 +192,19 @@ def _judge_drift(drifts: list[Drift], policy: OnDrift) -> None:
     faults.raise_if_any()
 
 
+def _averaging(plan: ConversionPlan, drifts: list[Drift]) -> ConversionPlan:
+    """``plan`` with the drifted tensors averaged; where replicas agree the value itself is kept."""
+    drifted = {(drift.param, drift.state) for drift in drifts}
+    tensors = tuple(
+        replace(task, fill="average") if (task.param, task.state) in drifted else task for task in plan.tensors
+    )
+    return replace(plan, tensors=tensors)
+
+
+def _averaged(plan: ConversionPlan) -> list[str]:
+    return sorted({task.param for task in plan.tensors if task.fill == "average"})
+
+
 def _summary(checkpoint: Checkpoint, plan: ConversionPlan, execution: ExecutionOptions, target: str) -> dict[str, Any]:
     return {
         "input_folder": checkpoint.folder.path,
@@ -203,7 +219,7 @@ def _summary(checkpoint: Checkpoint, plan: ConversionPlan, execution: ExecutionO
         "workers": execution.workers,
         "states": sorted({task.state for task in plan.tensors}),
         "truncated": sorted({task.param for task in plan.tensors if task.shape != task.map_shape}),
-        "averaged": sorted({task.param for task in plan.tensors if task.fill == "average"}),
+        "averaged": _averaged(plan),
         "reset": sorted({f"{task.param}/{task.state}" for task in plan.tensors if task.fill == "zero"}),
         "storages_without_crc": sum(storage.crc32 is None for storage in plan.storages),
         "notes": list(plan.notes),

@@ -50,8 +50,8 @@ class ExecutionOptions:
 
 def memory_bound(plan: ConversionPlan, options: ExecutionOptions) -> int:
     """The most memory, in bytes, the conversion holds at once, beside pages of the files it maps."""
-    arenas = options.workers * CHUNK_BYTES * (2 if any(task.fill == "average" for task in plan.tensors) else 1)
-    return BASE_BYTES + arenas
+    largest = max((task.nbytes for task in plan.tensors), default=0)
+    return BASE_BYTES + 2 * options.workers * min(CHUNK_BYTES, largest)
 
 
 def find_drift(plan: ConversionPlan, sources: FlatSources, options: ExecutionOptions) -> list[Drift]:

@@ -106,7 +106,9 @@ def expert_map(layer: ExpertLayer, name: str, expert_shape: Sequence[int]) -> Pa
             )
             for slot, expert in enumerate(experts)
         ]
-    placed = ParamAffineMap(logical, shapes, pieces).canonical()
+    built = ParamAffineMap(logical, shapes, pieces)
+    built.validate()
+    placed = built.canonical()
     stored = _stored_map(layer, name)
     if stored is not None and stored.canonical() != placed:
         raise InvalidMapError(
