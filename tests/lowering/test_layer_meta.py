@@ -133,7 +133,12 @@ def test_a_legacy_count_is_a_count_of_equal_sub_parameters():
             "name 3 ranks, the engine has 2",
         ),
         (
-            meta(partition_dim=0, logical_shape=(7, 2), sub_param_sizes=(4, 2), sub_param_shard_widths=[[2, 2], [1, 1]]),
+            meta(
+                partition_dim=0,
+                logical_shape=(7, 2),
+                sub_param_sizes=(4, 2),
+                sub_param_shard_widths=[[2, 2], [1, 1]],
+            ),
             InvalidMapError,
             "sum to 6, axis 0 has 7",
         ),

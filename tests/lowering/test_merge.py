@@ -2,6 +2,7 @@
 
 import pickle
 import re
+from typing import ClassVar
 
 import pytest
 import torch
@@ -124,7 +125,7 @@ def test_the_number_of_ranks_is_checked():
 
 
 class TestVocabulary:
-    INFO = {VOCAB: ["w"], "original_vocab_size": 5}
+    INFO: ClassVar = {VOCAB: ["w"], "original_vocab_size": 5}
 
     def test_f_keeps_its_padding_and_the_file_does_not(self):
         lowered = lower_param(self.INFO, "w", [(3, 2), (3, 2)])

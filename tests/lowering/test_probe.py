@@ -222,7 +222,7 @@ class TestAssertPartition:
         wrong = contiguous_split_map((4, 6), (3, 3), 1).to_dict()
         for rank, offset in ((0, 3), (1, 0)):
             wrong["ranks"][rank]["pieces"][0]["source"][0] = offset
-        with pytest.raises(PartitionError, match=r"Rank 0, shard element \(0, 0\): the function takes element \(0, 0\)"):
+        with pytest.raises(PartitionError, match=r"Rank 0, shard element \(0, 0\): the function takes .*\(0, 0\)"):
             assert_partition(self.column, (4, 6), 2, wrong)
 
     def test_wrong_holders_or_scales_are_named(self):

@@ -66,7 +66,9 @@ def _our_file(lowered, shards, rules):
 
 def _typed(value):
     """A value with the type of every container in it, so that a list does not pass for a tuple."""
-    return (type(value), [_typed(entry) for entry in value]) if isinstance(value, list | tuple) else (type(value), value)
+    if isinstance(value, list | tuple):
+        return type(value), [_typed(entry) for entry in value]
+    return type(value), value
 
 
 def _compare(case, stock, rules):
