@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from typing import Any
 
 from deepspeed_affine.storage.refs import NO_STATE, Global, StandIn
@@ -24,7 +24,7 @@ def current_numpy_name(module: str, qualname: str) -> tuple[str, str]:
     return ("numpy._core." if int(np.__version__.split(".")[0]) >= 2 else "numpy.core.") + tail, qualname
 
 
-def numpy_value(stand_in: StandIn, cache: Mapping[int, tuple[Any, StandIn]] | None = None) -> Any:
+def numpy_value(stand_in: StandIn, cache: MutableMapping[int, tuple[Any, StandIn]] | None = None) -> Any:
     """Return the numpy dtype, scalar or array a stand-in records, or None where it is none of a plain kind.
 
     Plain kinds are booleans, integers, floats and complex numbers. ``cache`` maps ids of stand-ins to values made
@@ -36,9 +36,9 @@ def numpy_value(stand_in: StandIn, cache: Mapping[int, tuple[Any, StandIn]] | No
     if cls == Global("numpy", "dtype"):
         return _dtype(stand_in)
     if cls.module in _MODULES and cls.qualname == "scalar":
-        return _scalar(stand_in, cache or {})
+        return _scalar(stand_in, {} if cache is None else cache)
     if cls.module in _MODULES and cls.qualname == "_reconstruct":
-        return _array(stand_in, cache or {})
+        return _array(stand_in, {} if cache is None else cache)
     return None
 
 
@@ -65,14 +65,15 @@ def _dtype(stand_in: StandIn) -> Any:
     return made
 
 
-def _known_dtype(value: Any, cache: Mapping[int, tuple[Any, StandIn]]) -> Any:
+def _known_dtype(value: Any, cache: MutableMapping[int, tuple[Any, StandIn]]) -> Any:
     if not isinstance(value, StandIn) or value.stand_in_class != Global("numpy", "dtype"):
         return None
-    known = cache.get(id(value))
-    return known[0] if known is not None else _dtype(value)
+    if id(value) not in cache:
+        cache[id(value)] = (_dtype(value), value)
+    return cache[id(value)][0]
 
 
-def _scalar(stand_in: StandIn, cache: Mapping[int, tuple[Any, StandIn]]) -> Any:
+def _scalar(stand_in: StandIn, cache: MutableMapping[int, tuple[Any, StandIn]]) -> Any:
     import numpy as np
 
     args = stand_in.stand_in_args
@@ -82,7 +83,7 @@ def _scalar(stand_in: StandIn, cache: Mapping[int, tuple[Any, StandIn]]) -> Any:
     return np.frombuffer(args[1], dtype=dtype)[0]
 
 
-def _array(stand_in: StandIn, cache: Mapping[int, tuple[Any, StandIn]]) -> Any:
+def _array(stand_in: StandIn, cache: MutableMapping[int, tuple[Any, StandIn]]) -> Any:
     import numpy as np
 
     args, state = stand_in.stand_in_args, stand_in.stand_in_state

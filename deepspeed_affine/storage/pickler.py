@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _compat_pickle
 import codecs
+import copyreg
 import pickle
 import struct
 import sys
@@ -93,7 +94,8 @@ class StandInPickler:
         elif isinstance(obj, (type, FunctionType, BuiltinFunctionType)):
             self._save_live_global(obj, None)
         else:
-            reduced = obj.__reduce_ex__(2)
+            registered = copyreg.dispatch_table.get(type(obj))
+            reduced = registered(obj) if registered is not None else obj.__reduce_ex__(2)
             if isinstance(reduced, str):
                 self._save_live_global(obj, reduced)
             else:
