@@ -7,6 +7,7 @@ from heapq import merge
 from typing import TYPE_CHECKING
 
 from deepspeed_affine.ir.algebra import lattices
+from deepspeed_affine.ir.canonical import fold_keys
 from deepspeed_affine.ir.lattice import Lattice, contains, iterate
 from deepspeed_affine.ir.regions import Region, complement, offsets_in_order, refine
 
@@ -21,7 +22,7 @@ def _source_lattices(layout: ParamAffineMap) -> list[Lattice]:
 
 
 def _uncovered(layout: ParamAffineMap) -> list[Lattice]:
-    return complement(_source_lattices(layout), 0, layout.numel)
+    return fold_keys(complement(_source_lattices(layout), 0, layout.numel))
 
 
 def uncovered_regions(layout: ParamAffineMap) -> list[Region]:
@@ -34,12 +35,16 @@ def uncovered_offsets(layout: ParamAffineMap) -> Iterator[int]:
 
 def gaps(layout: ParamAffineMap, rank: int) -> list[Region]:
     held = [x for piece in layout.pieces_by_rank[rank] for x in lattices(piece, "dest")]
-    return [Region.of(lattice) for lattice in complement(held, 0, layout.shard_numel(rank))]
+    return [Region.of(lattice) for lattice in fold_keys(complement(held, 0, layout.shard_numel(rank)))]
 
 
 def _cells(layout: ParamAffineMap) -> list[tuple[Lattice, frozenset[int]]]:
     items = [(x, frozenset((rank,))) for rank, piece in layout.pieces() for x in lattices(piece, "source")]
-    return sorted(refine(items), key=lambda cell: cell[0])
+    by_holders: dict[frozenset[int], list[Lattice]] = {}
+    for lattice, holders in refine(items):
+        by_holders.setdefault(holders, []).append(lattice)
+    cells = [(lattice, holders) for holders, row in by_holders.items() for lattice in fold_keys(row)]
+    return sorted(cells, key=lambda cell: cell[0])
 
 
 def holder_regions(layout: ParamAffineMap) -> list[tuple[Region, frozenset[int]]]:

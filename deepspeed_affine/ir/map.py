@@ -204,6 +204,24 @@ class ParamAffineMap:
 
         return Holders(self)
 
+    def canonical(self) -> ParamAffineMap:
+        """Return the same layout in its one canonical form; two layouts are equal exactly when these are."""
+        from deepspeed_affine.ir.canonical import canonical_map
+
+        return canonical_map(self)
+
+    def layout_id(self) -> str:
+        """Return the sha256 of the canonical form: equal exactly for layouts that are equal however they are cut."""
+        from deepspeed_affine.ir.canonical import layout_id
+
+        return layout_id(self.canonical())
+
+    def maximal_runs(self, rank: int) -> list[AffinePiece]:
+        """Return this rank's maximal 1-D runs; see ``ir.canonical.maximal_runs``."""
+        from deepspeed_affine.ir.canonical import maximal_runs
+
+        return maximal_runs(self.pieces_by_rank[rank], self.logical_shape, self.shard_shapes[rank])
+
     def restrict_rows(self, start: int, stop: int) -> ParamAffineMap:
         """Return the map of rows ``start <= row < stop`` of F's axis 0, partial over the same shards.
 

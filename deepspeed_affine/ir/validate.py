@@ -18,8 +18,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from deepspeed_affine.errors import BudgetExceededError, Faults, InvalidMapError
-from deepspeed_affine.ir.algebra import lattices
+from deepspeed_affine.ir.algebra import Side, lattices
 from deepspeed_affine.ir.fingerprint import PRIME, Fingerprint
+from deepspeed_affine.ir.ints import product
 from deepspeed_affine.ir.lattice import Budget, Lattice, coalesce, contains
 from deepspeed_affine.ir.piece import AffinePiece
 from deepspeed_affine.ir.regions import Region, complement, distinct, run
@@ -27,7 +28,7 @@ from deepspeed_affine.ir.regions import Region, complement, distinct, run
 if TYPE_CHECKING:
     from deepspeed_affine.ir.map import ParamAffineMap
 
-__all__ = ["validate_map"]
+__all__ = ["check_addresses", "validate_map"]
 
 Label = tuple[frozenset[int], float]
 Named = tuple[int, AffinePiece]
@@ -58,10 +59,24 @@ def validate_map(layout: ParamAffineMap, *, whole_shards: bool, whole_parameter:
         raise fault
 
 
+def check_addresses(pieces: Sequence[AffinePiece]) -> None:
+    """Return if no shard address is named twice by one rank's pieces; otherwise raise ``InvalidMapError``."""
+    numel = max([piece.dest_end for piece in pieces if piece.numel], default=0)
+    fault = _address_fault(pieces, (numel,), "The rank", None, whole=False)
+    if fault is not None:
+        raise fault
+
+
 def _shard_fault(layout: ParamAffineMap, rank: int, whole: bool) -> InvalidMapError | None:
+    return _address_fault(layout.pieces_by_rank[rank], layout.shard_shapes[rank], f"Rank {rank}", rank, whole=whole)
+
+
+def _address_fault(
+    listed: Sequence[AffinePiece], shape: tuple[int, ...], subject: str, rank: int | None, *, whole: bool
+) -> InvalidMapError | None:
     mark = _fingerprint()
-    numel = layout.shard_numel(rank)
-    pieces = [piece for piece in layout.pieces_by_rank[rank] if piece.numel]
+    numel = product(shape)
+    pieces = [piece for piece in listed if piece.numel]
     if not whole and len(pieces) == 1 and numel and _rises(pieces[0]):
         return None
     total = sum([mark.block(piece.dest_offset, piece.shape, piece.dest_strides) for piece in pieces])
@@ -76,21 +91,19 @@ def _shard_fault(layout: ParamAffineMap, rank: int, whole: bool) -> InvalidMapEr
     if keyed is None:
         keyed = [x for piece in pieces for x in lattices(piece, "dest")]
     address = _first_fault([(keyed + gaps, [run(0, numel)])], numel, mark)
-    writers = [(rank, piece) for piece in pieces if _holds(piece, "dest", address)]
-    times = sum(_count(piece, "dest", address) for _, piece in writers)
-    where = (
-        f"address {_coordinates(address, layout.shard_shapes[rank])} of its shard of shape {layout.shard_shapes[rank]}"
-    )
+    writers = [piece for piece in pieces if _keyed_at(piece, "dest", address)]
+    times = sum(len(_keyed_at(piece, "dest", address)) for piece in writers)
+    where = f"address {_coordinates(address, shape)} of its shard of shape {shape}"
     if not writers:
-        region = _grown(keyed, address, numel, layout.shard_shapes[rank])
+        region = _grown(keyed, address, numel, shape)
         return InvalidMapError(
-            f"Rank {rank} leaves {where} unwritten; the first unwritten block is {region}. "
+            f"{subject} leaves {where} unwritten; the first unwritten block is {region}. "
             "Expected every address of the shard exactly once.",
             rank=rank,
         )
-    listed = " and ".join(str(piece) for _, piece in writers[:2])
+    doubled = " and ".join(str(piece) for piece in writers[:2])
     return InvalidMapError(
-        f"Rank {rank} writes {where} {times} times, by {listed}, so one block would silently overwrite another. "
+        f"{subject} writes {where} {times} times, by {doubled}, so one block would silently overwrite another. "
         "Expected every address at most once.",
         rank=rank,
     )
@@ -143,7 +156,7 @@ def _examine(layout: ParamAffineMap, whole: bool, mark: Fingerprint) -> InvalidM
 
 
 def _holding_fault(layout: ParamAffineMap, offset: int, classes: list[Lattice]) -> InvalidMapError:
-    holding = [(rank, piece) for rank, piece in layout.pieces() if _holds(piece, "source", offset)]
+    holding = [(rank, piece) for rank, piece in layout.pieces() if _keyed_at(piece, "source", offset)]
     element = f"element {_coordinates(offset, layout.logical_shape)} of the parameter of shape {layout.logical_shape}"
     if not holding:
         region = _grown(classes, offset, layout.numel, layout.logical_shape)
@@ -201,20 +214,12 @@ def _first_fault(identities: Iterable[Identity], end: int, mark: Fingerprint) ->
     return best
 
 
-def _keyed_at(piece: AffinePiece, side: str, address: int) -> list[Lattice]:
+def _keyed_at(piece: AffinePiece, side: Side, address: int) -> list[Lattice]:
     start, stop = (piece.source_offset, piece.source_end) if side == "source" else (piece.dest_offset, piece.dest_end)
     if not start <= address < stop:
         return []
-    found = lattices(piece, "source" if side == "source" else "dest")
+    found = lattices(piece, side)
     return [x for x in found if contains(x, address) is not None]
-
-
-def _holds(piece: AffinePiece, side: str, address: int) -> bool:
-    return bool(_keyed_at(piece, side, address))
-
-
-def _count(piece: AffinePiece, side: str, address: int) -> int:
-    return len(_keyed_at(piece, side, address))
 
 
 def _coordinates(offset: int, shape: Sequence[int]) -> tuple[int, ...]:

@@ -1,0 +1,211 @@
+"""Maximal chains of points: the one local rule from which the canonical form is built.
+
+A point is a pair of addresses, (shard address, offset in F), and a direction v is a difference of two points. Points x
+and x + v of a set are neighbours; a chain is a maximal path of neighbours. Which chains a set has in a direction depends
+on the set alone, so a form made of chains cannot remember how its input was cut.
+
+Sets arrive as lattices and stay lattices: a column of a billion rows is one of them. ``chains`` joins lattices
+end to start by intersecting them, and cuts off the parts that do not join. Small sets are simply listed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from deepspeed_affine.ir.algebra import overlapping
+from deepspeed_affine.ir.lattice import Budget, Lattice, Meeting, coalesce, intersect, proper, subtract
+
+__all__ = ["Point", "chains", "listed_chains"]
+
+Point = tuple[int, int]
+"""``(shard address, offset in F)``; as a direction, the difference of two."""
+
+Segment = tuple[int, Lattice]
+"""Chains of one length, by the lattice of their first points."""
+
+
+def listed_chains(points: Iterable[Point], direction: Point) -> dict[int, list[Point]]:
+    """First points of the maximal chains of a listed set, by chain length."""
+    left = set(points)
+    dest, source = direction
+    found: dict[int, list[Point]] = defaultdict(list)
+    for point in left:
+        if (point[0] - dest, point[1] - source) in left:
+            continue
+        length, at = 1, (point[0] + dest, point[1] + source)
+        while at in left:
+            length, at = length + 1, (at[0] + dest, at[1] + source)
+        found[length].append(point)
+    return dict(found)
+
+
+def chains(lattices: Sequence[Lattice], direction: Point, budget: Budget) -> dict[int, list[Lattice]]:
+    """First points of the maximal chains of a set of disjoint lattices, by chain length."""
+    segments = [_absorbed(1, lattice, direction) for lattice in lattices]
+    apart: set[tuple[Segment, Segment]] = set()
+    while True:
+        segments = _compressed(segments, direction)
+        starts = [(x.key, x.last + 1) for _, x in segments]
+        ends = [(x.key + n * direction[0], x.last + n * direction[0] + 1) for n, x in segments]
+        used: set[int] = set()
+        fresh: list[Segment] = []
+        for i, j in overlapping(ends, starts):
+            pair = (segments[i], segments[j])
+            if i in used or j in used or pair in apart:
+                continue
+            budget.spend()
+            joined = _with_itself(pair[0], direction, budget) if i == j else _end_to_start(*pair, direction, budget)
+            if joined is None:
+                apart.add(pair)
+            else:
+                used.update((i, j))
+                fresh += joined
+        if not used:
+            break
+        segments = [segment for number, segment in enumerate(segments) if number not in used] + fresh
+    found: dict[int, list[Lattice]] = defaultdict(list)
+    for length, lattice in segments:
+        found[length].append(lattice)
+    return dict(found)
+
+
+def _compressed(segments: list[Segment], direction: Point) -> list[Segment]:
+    """Everything that hashing alone can join or merge, done until nothing changes."""
+    while True:
+        count = len(segments)
+        segments = _merged_starts(_joined_alike(segments, direction))
+        segments = [_absorbed(length, lattice, direction) for length, lattice in segments]
+        if len(segments) == count:
+            return segments
+
+
+def _shifted(lattice: Lattice, direction: Point, times: int) -> Lattice:
+    return Lattice(lattice.key + times * direction[0], lattice.mate + times * direction[1], lattice.digits)
+
+
+def _absorbed(length: int, lattice: Lattice, direction: Point) -> Segment:
+    """Take a digit that steps by exactly one chain length into the chain."""
+    for position, (extent, stride, mate) in enumerate(lattice.digits):
+        if (stride, mate) == (length * direction[0], length * direction[1]):
+            rest = lattice.digits[:position] + lattice.digits[position + 1 :]
+            return _absorbed(length * extent, Lattice(lattice.key, lattice.mate, rest), direction)
+    return length, lattice
+
+
+def _joined_alike(segments: Sequence[Segment], direction: Point) -> list[Segment]:
+    """Join segments whose first points form translates of one lattice, by hashing where each one ends."""
+    by_start = {(x.digits, x.key, x.mate): length for length, x in segments}
+    followed = {(x.digits, x.key + n * direction[0], x.mate + n * direction[1]) for n, x in segments}
+    result = []
+    for length, lattice in segments:
+        if (lattice.digits, lattice.key, lattice.mate) in followed:
+            continue
+        while True:
+            end = _shifted(lattice, direction, length)
+            more = by_start.get((end.digits, end.key, end.mate))
+            if more is None:
+                break
+            length += more
+        result.append((length, lattice))
+    return result
+
+
+def _merged_starts(segments: Sequence[Segment]) -> list[Segment]:
+    """Merge segments of one length whose lattices continue each other along a digit."""
+    current = list(segments)
+    for position in range(max([len(x.digits) for _, x in current], default=0)):
+        groups: dict[object, dict[Point, Lattice]] = defaultdict(dict)
+        result: list[Segment] = []
+        for length, x in current:
+            if len(x.digits) <= position:
+                result.append((length, x))
+                continue
+            digit = x.digits[position]
+            groups[(length, x.digits[:position], digit[1:], x.digits[position + 1 :])][(x.key, x.mate)] = x
+        for key, group in groups.items():
+            length = key[0]  # type: ignore[index]
+            ends = {
+                (
+                    x.key + x.digits[position][0] * x.digits[position][1],
+                    x.mate + x.digits[position][0] * x.digits[position][2],
+                )
+                for x in group.values()
+            }
+            for start, x in group.items():
+                if start in ends:
+                    continue
+                extent, stride, mate = x.digits[position]
+                more = group.get((x.key + extent * stride, x.mate + extent * mate))
+                while more is not None:
+                    extent += more.digits[position][0]
+                    more = group.get((x.key + extent * stride, x.mate + extent * mate))
+                digits = (*x.digits[:position], (extent, stride, mate), *x.digits[position + 1 :])
+                result += [(length, y) for y in proper(x.key, x.mate, digits)]
+        current = result
+    return current
+
+
+def _end_to_start(first: Segment, second: Segment, direction: Point, budget: Budget) -> list[Segment] | None:
+    """Join where chains of ``first`` end at starts of ``second``; None when none do."""
+    (n, a), (m, b) = first, second
+    ends = _shifted(a, direction, n)
+    if ends.last < b.key or b.last < ends.key:
+        return None
+    joint = [x for meeting in intersect(ends, b, budget) for x in _agreeing(meeting, budget)]
+    if not joint:
+        return None
+    heads = [_shifted(x, direction, -n) for x in joint]
+    result = [_absorbed(n + m, x, direction) for x in heads]
+    result += [(n, x) for x in _without(a, heads, budget)]
+    result += [(m, x) for x in _without(b, joint, budget)]
+    return result
+
+
+def _with_itself(segment: Segment, direction: Point, budget: Budget) -> list[Segment] | None:
+    """Join chains of one lattice that end at starts of the same lattice, first links first."""
+    length, lattice = segment
+    ends = _shifted(lattice, direction, length)
+    if ends.key > lattice.last:
+        return None
+    after = [x for meeting in intersect(ends, lattice, budget) for x in _agreeing(meeting, budget)]
+    if not after:
+        return None
+    heads = [y for x in after for y in _without(_shifted(x, direction, -length), after, budget)]
+    tails = [_shifted(x, direction, length) for x in heads]
+    result = [_absorbed(2 * length, x, direction) for x in heads]
+    return result + [(length, x) for x in _without(lattice, [*heads, *tails], budget)]
+
+
+def _without(lattice: Lattice, taken: Iterable[Lattice], budget: Budget) -> list[Lattice]:
+    left = [lattice]
+    for other in taken:
+        left = [y for x in left for y in subtract(x, other, budget)]
+    return left
+
+
+def _agreeing(meeting: Meeting, budget: Budget) -> list[Lattice]:
+    """The part of a meeting at which both mates are one number too.
+
+    Their difference is affine in the indices. Indices it does not depend on stay digits; of the others all but one are
+    listed and the last is solved for.
+    """
+    apart = meeting.mate_b - meeting.mate_a
+    free = [(n, s, u) for n, s, u, w in meeting.digits if u == w]
+    bound = sorted([(n, s, u, u - w) for n, s, u, w in meeting.digits if u != w])
+    starts = [(meeting.key, meeting.mate_a, apart)]
+    for extent, stride, mate, slope in bound[:-1]:
+        budget.spend(len(starts) * extent)
+        starts = [(k + i * stride, m + i * mate, rest - i * slope) for k, m, rest in starts for i in range(extent)]
+    found = []
+    for key, mate, rest in starts:
+        if bound:
+            extent, stride, step, slope = bound[-1]
+            index, odd = divmod(rest, slope)
+            if odd or not 0 <= index < extent:
+                continue
+            key, mate = key + index * stride, mate + index * step
+        elif rest:
+            continue
+        found.append(Lattice(key, mate, coalesce(free)))
+    return found
