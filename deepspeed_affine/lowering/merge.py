@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from deepspeed_affine.errors import CheckpointFormatError, InvalidMapError, UnsupportedLayoutError
@@ -233,10 +234,16 @@ def _with_shapes(built: ParamAffineMap, shapes: Sequence[Shape]) -> ParamAffineM
 def _named(name: str, param_map: ParamAffineMap) -> ParamAffineMap:
     """``param_map`` canonical and proved, its faults naming the parameter."""
     try:
-        param_map.validate()
-        return param_map.canonical()
+        return _proved(param_map)
     except InvalidMapError as fault:
         raise InvalidMapError(f"Parameter {name}: {fault.message}", param=name, rank=fault.rank) from fault
+
+
+@lru_cache(maxsize=1024)
+def _proved(param_map: ParamAffineMap) -> ParamAffineMap:
+    """Remembered because a model's layers repeat: most parameters share their geometry with many others."""
+    param_map.validate()
+    return param_map.canonical()
 
 
 def _vocabulary(info: UcInfo, category: Category, name: str, shape: Shape) -> tuple[int | None, tuple[str, ...]]:
