@@ -17,6 +17,9 @@ MARK = object()
 """What the MARK opcode leaves on the stack."""
 
 
+_NUMBERS = {code: struct.Struct("<" + code) for code in "BHIQi"}
+
+
 class MalformedError(Exception):
     """The opcode stream breaks the pickle format; the caller adds the file's name."""
 
@@ -41,8 +44,11 @@ class Machine:
         return chunk
 
     def number(self, code: str) -> int:
-        packed = struct.Struct("<" + code)
-        value: int = packed.unpack(self.take(packed.size))[0]
+        packed = _NUMBERS[code]
+        if self.at + packed.size > len(self.data):
+            raise MalformedError(f"{packed.size} bytes announced, {len(self.data) - self.at} present")
+        value: int = packed.unpack_from(self.data, self.at)[0]
+        self.at += packed.size
         return value
 
     def line(self) -> bytes:

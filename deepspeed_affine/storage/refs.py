@@ -13,7 +13,17 @@ from typing import Any
 
 from deepspeed_affine.storage.dtypes import item_size
 
-__all__ = ["META_LOCATION", "NO_STATE", "Global", "StandIn", "StorageRef", "TensorRef", "TorchSize", "is_instance_of"]
+__all__ = [
+    "META_LOCATION",
+    "NO_STATE",
+    "Global",
+    "StandIn",
+    "StorageRef",
+    "TensorRef",
+    "TorchSize",
+    "is_instance_of",
+    "new_instance",
+]
 
 META_LOCATION = "meta"
 
@@ -168,6 +178,13 @@ class StandIn:
 
     def __repr__(self) -> str:
         return f"<stand-in for {self.stand_in_class if isinstance(self.stand_in_class, Global) else '...'}>"
+
+
+def new_instance(module: str, qualname: str, attributes: dict[str, Any]) -> StandIn:
+    """Return a stand-in for an ordinary object of that class with these attributes, as if it had been read."""
+    made = StandIn(Global(module, qualname), (), "newobj")
+    made.stand_in_state = dict(attributes)
+    return made
 
 
 def is_instance_of(value: object, qualname: str, module: str | None = None) -> bool:

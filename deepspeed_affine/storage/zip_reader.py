@@ -57,15 +57,15 @@ class ZipDirectory:
 
     def data_offset(self, fd: int, record: ZipRecord) -> int:
         """Return where the record's bytes begin, absolute in the file; its local header is checked on the way."""
-        header = os.pread(fd, _LOCAL.size, record.header_offset)
+        header = os.pread(fd, _LOCAL.size + len(record.raw_name), record.header_offset)
         if len(header) < _LOCAL.size:
             raise _damaged(self.path, f"record {record.name!r} has no complete local header")
-        fields = _LOCAL.unpack(header)
+        fields = _LOCAL.unpack_from(header)
         if fields[0] != b"PK\x03\x04":
             raise _damaged(self.path, f"record {record.name!r} has no local header at byte {record.header_offset}")
         name_length, extra_length = fields[9], fields[10]
-        raw_name = os.pread(fd, name_length, record.header_offset + _LOCAL.size)
-        if raw_name != record.raw_name:
+        raw_name = header[_LOCAL.size :]
+        if raw_name != record.raw_name or name_length != len(raw_name):
             raise _damaged(self.path, f"record {record.name!r} is called {raw_name!r} in its local header")
         start: int = record.header_offset + _LOCAL.size + name_length + extra_length
         if start + record.size > self.directory_offset:

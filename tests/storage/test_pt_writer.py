@@ -19,7 +19,7 @@ from deepspeed_affine.errors import InvalidMapError
 from deepspeed_affine.storage.crc import crc32_combine, crc32_of_zeros
 from deepspeed_affine.storage.pt_reader import load_pickle
 from deepspeed_affine.storage.pt_writer import NewTensor, PtLayout, TensorFileWriter, archive_name
-from deepspeed_affine.storage.refs import Global, StandIn
+from deepspeed_affine.storage.refs import new_instance
 
 
 def placeholders(value, found):
@@ -152,8 +152,8 @@ def test_a_stand_in_is_written_as_the_object_it_stands_for(tmp_path, monkeypatch
     expected, path = tmp_path / "a.pt", tmp_path / "b" / "a.pt"
     path.parent.mkdir()
     torch.save(live, expected)
-    stand_in = StandIn(Global("somewhere.checkpoint", "SubparamShape"), (), "newobj")
-    stand_in.stand_in_state = {"patterns": ["a.*"], "shape": ((2, 4), 2), "partition_dim": 0}
+    attributes = {"patterns": ["a.*"], "shape": ((2, 4), 2), "partition_dim": 0}
+    stand_in = new_instance("somewhere.checkpoint", "SubparamShape", attributes)
     found = {}
     write(path, {"sub_param_shape": stand_in, "param": placeholders(tensor, found)}, found)
     assert path.read_bytes() == expected.read_bytes()
