@@ -113,3 +113,14 @@ def test_a_killed_process_leaves_the_target_absent(tmp_path):
     assert done.returncode == 9
     assert not (tmp_path / "out").exists()
     assert len(leftovers(tmp_path)) == 1
+
+
+def test_kept_folders_stay_and_quick_publication_publishes(tmp_path):
+    with StagedFolder(tmp_path / "kept") as staged:
+        staged.keep()
+    assert os.path.isdir(staged.path)
+    assert not (tmp_path / "kept").exists()
+    with StagedFolder(tmp_path / "quick") as staged:
+        staged.publish(durable=False)
+    assert (tmp_path / "quick").is_dir()
+    assert not os.path.exists(staged.path)
