@@ -21,7 +21,6 @@ EXPERT: Final = "expert_parameter_patterns"
 ORIGINAL_VOCAB: Final = "original_vocab_size"
 PADDED_VOCAB: Final = "padded_vocab_size"
 AFFINE_MAP: Final = "affine_map"
-AFFINE_PARAMS: Final = "params"
 
 # Entries of one universal file.
 PARAM: Final = "param"

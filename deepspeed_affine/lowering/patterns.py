@@ -11,22 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from deepspeed_affine.errors import CheckpointFormatError
+from deepspeed_affine.ir import exact_name
 
-__all__ = ["PatternList", "exact_key", "exact_name"]
-
-
-def exact_key(name: str) -> str:
-    """The key that stands for exactly the parameter ``name``."""
-    return f"^{re.escape(name)}$"
-
-
-def exact_name(key: str) -> str | None:
-    """The one name ``key`` stands for, or None if the key is a legacy pattern."""
-    if len(key) < 2 or not key.startswith("^") or not key.endswith("$"):
-        return None
-    body = key[1:-1]
-    name = re.sub(r"\\(.)", r"\1", body, flags=re.DOTALL)
-    return name if re.escape(name) == body else None
+__all__ = ["PatternList"]
 
 
 @dataclass(frozen=True, slots=True, init=False)

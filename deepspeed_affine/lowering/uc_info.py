@@ -70,8 +70,8 @@ class UcInfo:
             raise CheckpointFormatError(
                 f"universal_checkpoint_info is a {type(info).__name__}; expected a dictionary of patterns."
             )
-        document = info.get(keys.AFFINE_MAP) or {}
-        maps = dict(read_document(document)) if document else {}
+        document = read_document(info[keys.AFFINE_MAP]) if info.get(keys.AFFINE_MAP) else None
+        maps = {entry.key: entry.layout for entry in document or ()}
         reasons = _reasons(info.get(keys.UNSUPPORTED))
         return cls(
             version=_version(info.get(keys.VERSION)),
@@ -90,13 +90,22 @@ class UcInfo:
             padded_vocab_size=_size(info, keys.PADDED_VOCAB),
             maps=maps,
             map_keys=PatternList(keys.AFFINE_MAP, maps),
-            maps_under_params=isinstance(document, Mapping) and keys.AFFINE_PARAMS in document,
+            maps_under_params=document is not None and document.spelling == "params",
         )
 
     def affine_map(self, name: str) -> tuple[str, ParamAffineMap] | None:
-        """The stored map of ``name`` with its key, or None."""
-        key = self.map_keys.single(name)
-        return None if key is None else (key, self.maps[key])
+        """The stored map of ``name`` with its key, or None; several keys may match it if they say the same."""
+        found = self.map_keys.matches(name)
+        if not found:
+            return None
+        first = self.maps[found[0]]
+        if any(self.maps[other].canonical() != first.canonical() for other in found[1:]):
+            raise CheckpointFormatError(
+                f"Parameter {name} is matched by {len(found)} keys of {keys.AFFINE_MAP} with different layouts: "
+                f"{', '.join(map(repr, found))}; expected one layout.",
+                param=name,
+            )
+        return found[0], first
 
     def sub_param_rule(self, name: str) -> tuple[SubParamRule, str] | None:
         """The first rule that matches ``name`` with the pattern that did; later rules are not looked at."""
@@ -220,7 +229,7 @@ def _sub_param_rule(entry: Any) -> SubParamRule:
     for name in ("patterns", "shape", "partition_dim"):
         # Training scripts store either the dictionary or the SubparamShape built from it, and the latter
         # arrives as a stand-in that keeps its fields as attributes.
-        found = entry.get(name) if isinstance(entry, Mapping) else _attribute(entry, name)
+        found = entry.get(name) if isinstance(entry, Mapping) else getattr(entry, name, None)
         if found is None:
             raise CheckpointFormatError(
                 f"An entry of {keys.SUB_PARAMS} has no {name!r}: {entry!r}; expected patterns, shape and partition_dim."
@@ -245,13 +254,6 @@ def _sub_param_rule(entry: Any) -> SubParamRule:
         stored_shape=shape,
         stored_dim=stored_dim,
     )
-
-
-def _attribute(entry: Any, name: str) -> Any:
-    state = getattr(entry, "state", None)
-    if isinstance(state, Mapping) and name in state:
-        return state[name]
-    return getattr(entry, name, None)
 
 
 def _dim(dim: Any, partitioned: bool, patterns: Any, shape: Any) -> Dim:

@@ -249,9 +249,11 @@ class TestMaps:
             lower_param({"affine_map": {"version": 1, "params": {"^w$": row}}}, "w", [(2, 2), (2, 2)])
         assert caught.value.param == "w"
 
-    def test_two_map_patterns_for_one_parameter_are_named(self):
-        entry = self.STORED.to_dict()
-        info = {"affine_map": {"version": 1, "params": {"^w$": entry, "w": entry}}}
+    def test_two_map_patterns_for_one_parameter_must_say_the_same(self):
+        entry, other = self.STORED.to_dict(), contiguous_split_map((6, 2), (5, 1), 0).to_dict()
+        agreed = {"affine_map": {"version": 1, "params": {"^w$": entry, "w": entry}}}
+        assert lower_param(agreed, "w", [(5, 2), (3, 2)]).pattern == "^w$"
+        info = {"affine_map": {"version": 1, "params": {"^w$": entry, "w": other}}}
         with pytest.raises(CheckpointFormatError, match=re.escape("'^w$', 'w'")):
             lower_param(info, "w", [(5, 2), (3, 2)])
 

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_affine.errors import CheckpointFormatError
-from deepspeed_affine.lowering.patterns import PatternList, exact_key, exact_name
+from deepspeed_affine.ir import exact_name
+from deepspeed_affine.ir import pattern_of as exact_key
+from deepspeed_affine.lowering.patterns import PatternList
 
 NAMES = st.text(st.sampled_from("abw._-+*[]()$^\\| é0\n"), min_size=1, max_size=12)
 

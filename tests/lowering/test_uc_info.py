@@ -1,12 +1,16 @@
 """Malformed metadata is refused by key; what is merely unusual is read."""
 
-from types import SimpleNamespace
+import subprocess
+import sys
 
 import pytest
+import torch
+from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
 from deepspeed_affine.errors import CheckpointFormatError
 from deepspeed_affine.ir import contiguous_split_map
 from deepspeed_affine.lowering import UcInfo
+from deepspeed_affine.storage import load_pickle
 
 
 def test_an_empty_dictionary_describes_plain_concatenation():
@@ -74,13 +78,14 @@ def test_none_stands_for_an_absent_entry():
     assert info == UcInfo.parse({})
 
 
-def test_a_sub_param_rule_is_read_from_an_object_as_from_a_dictionary():
+def test_a_sub_param_rule_is_read_from_an_object_as_from_a_dictionary(tmp_path):
+    """Training scripts store DeepSpeed's own class too, which arrives as an inert stand-in."""
     fields = {"patterns": ["w"], "shape": [(4, 2), -1], "partition_dim": 0}
-    from_dict, from_object, from_stand_in = (
-        UcInfo.parse({"parameter_with_sub_params": [entry]}).sub_params[0]
-        for entry in (fields, SimpleNamespace(**fields), SimpleNamespace(state=fields))
-    )
-    assert from_dict == from_object == from_stand_in
+    torch.save({"parameter_with_sub_params": [SubparamShape(**fields)]}, tmp_path / "info.pt")
+    stored = load_pickle(tmp_path / "info.pt").root
+    assert not isinstance(stored["parameter_with_sub_params"][0], SubparamShape)
+    from_dict = UcInfo.parse({"parameter_with_sub_params": [fields]}).sub_params[0]
+    assert UcInfo.parse(stored).sub_params[0] == from_dict
     assert from_dict.shape == ((4, 2), None)
     assert from_dict.stored_shape is fields["shape"]
 
@@ -113,3 +118,15 @@ def test_both_spellings_of_the_map_document_are_read_and_told_apart():
 def test_a_map_document_of_a_newer_version_is_refused():
     with pytest.raises(CheckpointFormatError, match="99"):
         UcInfo.parse({"affine_map": {"version": 99, "params": {}}})
+
+
+def test_reading_metadata_imports_neither_torch_nor_numpy():
+    code = (
+        "import sys\n"
+        "from deepspeed_affine.lowering import lower_layer_meta, lower_param\n"
+        "lower_param({}, 'w', [(2, 3), (2, 3)])\n"
+        "lower_layer_meta({'replicated': True}, 2, (4,))\n"
+        "print([name for name in ('torch', 'numpy', 'deepspeed') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
