@@ -19,7 +19,7 @@ from deepspeed_affine.errors import BudgetExceededError
 from deepspeed_affine.ir.algebra import lattices
 from deepspeed_affine.ir.chains import Point, chains, listed_chains
 from deepspeed_affine.ir.ints import row_major_strides
-from deepspeed_affine.ir.lattice import Budget, Lattice, coalesce, iterate, subtract
+from deepspeed_affine.ir.lattice import Budget, Lattice, iterate, proper, subtract
 from deepspeed_affine.ir.piece import AffinePiece
 from deepspeed_affine.ir.validate import check_addresses
 
@@ -50,21 +50,25 @@ def canonical_map(layout: ParamAffineMap) -> ParamAffineMap:
     rows = {}
     for rank in layout.ranks:
         check_addresses(layout.pieces_by_rank[rank])
-        rows[rank] = _canonical(layout.pieces_by_rank[rank])
+        rows[rank] = [_along_axes(piece, layout.logical_shape) for piece in _canonical(layout.pieces_by_rank[rank])]
     return ParamAffineMap(layout.logical_shape, layout.shard_shapes, rows)
 
 
-def canonical_pieces(pieces: Iterable[AffinePiece]) -> list[AffinePiece]:
+def canonical_pieces(pieces: Iterable[AffinePiece], logical_shape: Sequence[int] | None = None) -> list[AffinePiece]:
     """Return the canonical pieces of one rank's shard, in order of shard address.
 
     The same for every cutting and order of one layout, and maximally merged in N dimensions among pieces of equal
-    locations and scale. Shard addresses named twice are an ``InvalidMapError``. ``BudgetExceededError`` is possible in two
-    cases only: strides of different pieces interleave without a common period shorter than 2,000,000 steps, or a set of
-    more than 2**20 blocks has no repetition in it.
+    locations and scale. Shard addresses named twice are an ``InvalidMapError``. ``BudgetExceededError`` is possible in
+    two cases only: strides of different pieces interleave without a common period shorter than 2,000,000 steps, or a
+    set of more than 2**20 blocks has no repetition in it.
+
+    With ``logical_shape`` a digit that runs over whole rows of F is written as rows and columns, so that a block of a
+    matrix reads as one. ``ParamAffineMap.canonical`` does so; without it every digit is as long as it can be.
     """
     listed = list(pieces)
     check_addresses(listed)
-    return _canonical(listed)
+    found = _canonical(listed)
+    return found if logical_shape is None else [_along_axes(piece, tuple(logical_shape)) for piece in found]
 
 
 def layout_id(canonical: ParamAffineMap) -> str:
@@ -103,6 +107,36 @@ def _piece(point: Point, digits: Digits, locations: frozenset[int], scale: float
     )
 
 
+def _along_axes(piece: AffinePiece, logical_shape: tuple[int, ...]) -> AffinePiece:
+    """The same piece with digits cut where they cross whole rows of F; a function of the piece and the shape."""
+    steps = sorted({stride for stride in row_major_strides(logical_shape) if stride > 1})
+    digits: list[tuple[int, int, int]] = []
+    reach = 0
+    rows = list(zip(piece.shape, piece.source_strides, piece.dest_strides, strict=True))
+    for extent, source, dest in sorted(rows, key=lambda digit: digit[1]):
+        for step in steps:
+            count = step // source
+            starts_within = piece.source_offset % step + reach < source
+            if count > 1 and step % source == 0 and extent > count and extent % count == 0 and starts_within:
+                digits.append((count, source, dest))
+                reach += (count - 1) * source
+                extent, source, dest = extent // count, step, dest * count
+        digits.append((extent, source, dest))
+        reach += (extent - 1) * source
+    if len(digits) == len(rows):
+        return piece
+    digits.sort(key=lambda digit: (-digit[2], -digit[1]))
+    return AffinePiece(
+        [d[0] for d in digits],
+        piece.source_offset,
+        [d[1] for d in digits],
+        piece.dest_offset,
+        [d[2] for d in digits],
+        piece.locations,
+        piece.scale,
+    )
+
+
 Folded = Iterator[tuple[Point, Digits]]
 
 
@@ -118,8 +152,9 @@ def fold_keys(keyed: Iterable[Lattice]) -> list[Lattice]:
     if not doubled:
         return []
     return sorted(
-        Lattice(point[0], 0, coalesce(sorted([(n, s, 0) for n, s, _ in digits], key=lambda digit: -digit[1])))
+        lattice
         for point, digits in _fold_from_unit(doubled)
+        for lattice in proper(point[0], 0, [(extent, stride, 0) for extent, stride, _ in digits])
     )
 
 

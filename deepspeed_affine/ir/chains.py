@@ -1,8 +1,8 @@
 """Maximal chains of points: the one local rule from which the canonical form is built.
 
 A point is a pair of addresses, (shard address, offset in F), and a direction v is a difference of two points. Points x
-and x + v of a set are neighbours; a chain is a maximal path of neighbours. Which chains a set has in a direction depends
-on the set alone, so a form made of chains cannot remember how its input was cut.
+and x + v of a set are neighbours; a chain is a maximal path of neighbours. Which chains a set has in a direction
+depends on the set alone, so a form made of chains cannot remember how its input was cut.
 
 Sets arrive as lattices and stay lattices: a column of a billion rows is one of them. ``chains`` joins lattices
 end to start by intersecting them, and cuts off the parts that do not join. Small sets are simply listed.
