@@ -10,7 +10,7 @@ from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 from deepspeed_affine.errors import CheckpointFormatError
 from deepspeed_affine.ir import contiguous_split_map
 from deepspeed_affine.lowering import UcInfo
-from deepspeed_affine.storage import load_pickle
+from deepspeed_affine.storage.pt_reader import load_pickle
 
 
 def test_an_empty_dictionary_describes_plain_concatenation():
