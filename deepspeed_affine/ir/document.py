@@ -19,6 +19,8 @@ __all__ = ["AffineDocument", "DocumentEntry", "Spelling", "exact_name", "pattern
 
 Spelling = Literal["params", "draft"]
 
+_SPECIAL = frozenset(".^$*+?{}[]\\|()")
+
 
 @dataclass(frozen=True, slots=True)
 class DocumentEntry:
@@ -73,7 +75,8 @@ def pattern_of(name: str) -> str:
 def exact_name(key: str) -> str | None:
     """The name of which ``key`` is the escaped exact pattern, or None when the key is any other pattern.
 
-    Older Pythons escape more characters than newer ones, so every escaped punctuation mark counts as itself.
+    Pythons differ in which characters they escape, so an escaped punctuation mark counts as itself, and so does a plain
+    character that has no meaning in a pattern.
     """
     if len(key) < 2 or key[0] != "^" or key[-1] != "$":
         return None
@@ -84,7 +87,7 @@ def exact_name(key: str) -> str | None:
             char = next(rest, "")
             if not char or char.isalnum():
                 return None
-        elif re.escape(char) != char:
+        elif char in _SPECIAL:
             return None
         name.append(char)
     return "".join(name)

@@ -93,9 +93,9 @@ class ParamAffineMap:
         return [(f"The shard of rank {rank}", shape) for rank, shape in self.shard_shapes.items()]
 
     def _piece_fault(self, piece: AffinePiece, rank: int, full: int, shard: int) -> str | None:
-        if piece.source_end > full:
+        if piece.numel and piece.source_end > full:
             return f"reaches element {piece.source_end - 1} of a parameter of {full} elements"
-        if piece.dest_end > shard:
+        if piece.numel and piece.dest_end > shard:
             return f"reaches address {piece.dest_end - 1} of a shard of {shard} elements"
         if rank not in piece.locations:
             return f"lists locations {sorted(piece.locations)} without rank {rank} itself"
