@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from deepspeed_affine.errors import CheckpointFormatError
-from deepspeed_affine.execute.checkpoint import AUTOEP_KEYS, UC_INFO, Checkpoint
+from deepspeed_affine.execute.checkpoint import Checkpoint
+from deepspeed_affine.execute.model_file import AUTOEP_KEYS, UC_INFO
+from deepspeed_affine.lowering.reading import refuse
 from deepspeed_affine.plan.conversion import CopiedFile, ObjectFile
 from deepspeed_affine.storage.pt_reader import load_pickle
 
@@ -51,16 +53,24 @@ def _optimizer_state(checkpoint: Checkpoint) -> dict[str, Any]:
     # The graph is loaded anew: it is edited here, and other plans hold parts of the first reading.
     state = load_pickle(file).root["optimizer_state_dict"]
     if checkpoint.stage == 3:
-        state["param_groups"] = state["optimizer_state_dict"]["param_groups"]
+        state["param_groups"] = _param_groups(state["optimizer_state_dict"], file)
         return dict(state) if type(state) is not dict else state
-    base = state["base_optimizer_state"]
-    if state.get("partition_count"):
-        state["partition_count"] = [checkpoint.dp_degree] * len(state["partition_count"])
-    if state.get("group_paddings"):
-        state["group_paddings"] = [0] * len(state["group_paddings"])
+    for key, value in (("partition_count", checkpoint.dp_degree), ("group_paddings", 0)):
+        found = state.get(key)
+        if found:
+            if not isinstance(found, (list, tuple)):
+                raise refuse(file, f"{key!r}", found, "a list with one number a group")
+            state[key] = [value] * len(found)
     kept = {key: value for key, value in state.items() if key not in SHARDED}
-    kept["param_groups"] = base["param_groups"]
+    kept["param_groups"] = _param_groups(state["base_optimizer_state"], file)
     return kept
+
+
+def _param_groups(optimizer: Mapping[str, Any], file: str) -> Any:
+    groups = optimizer.get("param_groups")
+    if not isinstance(groups, list):
+        raise refuse(file, "'param_groups' of the optimizer", groups, "a list of hyperparameter dictionaries")
+    return groups
 
 
 def _without_zero(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -81,6 +91,8 @@ def _without_zero(checkpoint: Checkpoint) -> dict[str, Any]:
 def _with_layers(checkpoint: Checkpoint, path: str) -> Any:
     root = load_pickle(path).root
     info = root.setdefault(UC_INFO, {})
+    if not isinstance(info, dict):
+        raise refuse(path, f"{UC_INFO!r}", info, "a dictionary")
     if checkpoint.stage == 3:
         info[EXPERT_PATTERNS] = [r".*\.experts\.w[123]$"]
         info[AUTOEP_KEYS[0]] = next((root[key] for key in AUTOEP_KEYS if root.get(key) is not None), None)

@@ -11,66 +11,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults
-from deepspeed_affine.lowering.experts import ExpertLayer, NativeExperts, expert_layers, zero12_expert_rank
+from deepspeed_affine.execute.model_file import UC_INFO, ModelFile, read_model_file
+from deepspeed_affine.lowering.experts import (
+    ExpertLayer,
+    NativeExperts,
+    expert_layers,
+    folded_expert_rank,
+    recorded_expert_rank,
+    zero12_expert_rank,
+)
+from deepspeed_affine.lowering.reading import as_count, as_mapping
 from deepspeed_affine.lowering.states import Place, ShardKey, StateTable, read_zero3, read_zero12
-from deepspeed_affine.storage.folder import CheckpointFolder, scan_folder
+from deepspeed_affine.storage.folder import CheckpointFile, CheckpointFolder, scan_folder
 from deepspeed_affine.storage.pt_reader import load_pickle
 from deepspeed_affine.storage.refs import StandIn, TensorRef
 
 __all__ = ["Checkpoint", "ModelFile", "read_checkpoint"]
 
-UC_INFO = "universal_checkpoint_info"
-AUTOEP_KEYS = ("ds_autoep_layers", "autoep_layers")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFile:
-    """What one model-state file says, tensors as references. ``rank`` is its data-parallel rank under ZeRO-3."""
-
-    path: str
-    shard: ShardKey
-    rank: int
-    root: Mapping[str, Any]
-
-    @property
-    def module(self) -> Mapping[str, Any] | None:
-        """The module's state dictionary; None where pipeline layer files hold it."""
-        module = self.root.get("module")
-        return module if isinstance(module, Mapping) else None
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of the optimized parameters' shards, over all groups."""
-        return {name: tuple(shape) for group in _shape_groups(self) for name, shape in group.items()}
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Names that stand for another parameter (tied weights), with the name of that parameter."""
-        shared = self.root.get("shared_params")
-        return dict(shared) if isinstance(shared, Mapping) else {}
-
-    @property
-    def buffers(self) -> frozenset[str]:
-        return frozenset(self.root.get("buffer_names") or ())
-
-    @property
-    def frozen_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of the shards of parameters the optimizer does not own."""
-        shapes = self.root.get("frozen_param_shapes")
-        return {name: tuple(shape) for name, shape in shapes.items()} if isinstance(shapes, Mapping) else {}
-
-    @property
-    def frozen_fragments(self) -> Mapping[str, Any]:
-        """Their stored values; under ZeRO-3 one partition a data-parallel rank."""
-        fragments = self.root.get("frozen_param_fragments")
-        return fragments if isinstance(fragments, Mapping) else {}
-
-    @property
-    def autoep(self) -> Any:
-        for key in AUTOEP_KEYS:
-            if self.root.get(key) is not None:
-                return self.root[key]
-        return None
+DIMENSIONS = "checkpoint_parallel_dimensions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +58,9 @@ class Checkpoint:
     @property
     def uc_info(self) -> Mapping[str, Any] | None:
         """The first model-state file's ``universal_checkpoint_info``; every file holds the same."""
-        info = self.model_files[0].root.get(UC_INFO)
-        return info if isinstance(info, Mapping) else None
+        first = self.model_files[0]
+        info = first.root.get(UC_INFO)
+        return None if info is None else as_mapping(info, f"{UC_INFO!r}", first.path)
 
 
 def read_checkpoint(path: str) -> Checkpoint:
@@ -111,8 +70,9 @@ def read_checkpoint(path: str) -> Checkpoint:
     """
     folder = scan_folder(path)
     stage = _zero_stage(folder)
-    tp_degree, pp_degree, dp_degree = _degrees(folder, stage)
-    model_files = _read_model_files(folder, stage, tp_degree)
+    roots = _load_model_files(folder, stage)
+    tp_degree, pp_degree, dp_degree = _degrees(folder, stage, roots)
+    model_files = _model_files(roots, tp_degree)
     experts = _experts(model_files)
     expert_tensors = {} if experts else _expert_tensors(folder)
     recorded = _shapes(model_files, tp_degree)
@@ -143,8 +103,13 @@ def _zero_stage(folder: CheckpointFolder) -> int:
     optimizer = _optimizer(load_pickle(file).root, file)
     stage = optimizer.get("zero_stage", 1)
     number = _enum_value(stage)
-    if number is None or not 0 <= number <= 3:
-        raise CheckpointFormatError(f"{file}: 'zero_stage' is {stage!r}; a number from 0 to 3 is expected.", file=file)
+    # Without ZeRO there are no ZeRO files, except those of the bf16 optimizer, which records no stage.
+    if number is None or not 1 <= number <= 3:
+        raise CheckpointFormatError(
+            f"{file}: 'zero_stage' is {stage!r}; a number from 1 to 3 is expected. The file is damaged: use another "
+            "checkpoint.",
+            file=file,
+        )
     return number
 
 
@@ -154,15 +119,35 @@ def _enum_value(value: Any) -> int | None:
     return int(value) if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _degrees(folder: CheckpointFolder, stage: int) -> tuple[int, int, int]:
+def _load_model_files(folder: CheckpointFolder, stage: int) -> list[tuple[CheckpointFile, Mapping[str, Any]]]:
+    return [
+        (file, as_mapping(load_pickle(file.path).root, "the model state", file.path))
+        for file in (folder.zero_model_files if stage == 3 else folder.model_files)
+    ]
+
+
+def _degrees(
+    folder: CheckpointFolder, stage: int, roots: Sequence[tuple[CheckpointFile, Mapping[str, Any]]]
+) -> tuple[int, int, int]:
+    if not roots:
+        raise CheckpointFormatError(
+            f"{folder.path}: has no model-state file for ZeRO stage {stage}; files of another stage are present. Copy "
+            "the whole folder of one save.",
+            file=folder.path,
+        )
     if stage == 3:
         return folder.mp_degree, 1, folder.dp_degree
     stages = folder.mp_degree
-    recorded: set[tuple[int, int]] = set()
-    for file in folder.model_files:
-        dims = load_pickle(file.path).root.get("checkpoint_parallel_dimensions")
-        if isinstance(dims, Mapping):
-            recorded.add((dims.get("pp_degree", 0), dims.get("tp_degree", 0)))
+    recorded: dict[tuple[int, int], str] = {}
+    for file, root in roots:
+        dims = root.get(DIMENSIONS)
+        if dims is not None:
+            dims = as_mapping(dims, f"{DIMENSIONS!r}", file.path)
+            pp, tp = (
+                as_count(dims.get(key), f"{key!r} of {DIMENSIONS!r}", file.path, least=1)
+                for key in ("pp_degree", "tp_degree")
+            )
+            recorded.setdefault((pp, tp), file.path)
     if len(recorded) > 1:
         raise CheckpointFormatError(
             f"{folder.path}: the model-state files record different degrees (pipeline, tensor): {sorted(recorded)}; "
@@ -172,7 +157,7 @@ def _degrees(folder: CheckpointFolder, stage: int) -> tuple[int, int, int]:
         ((pp, tp),) = recorded
     else:
         tp = len({file.mp for file in folder.layer_files}) or stages
-        pp = stages // tp if tp else 1
+        pp = stages // tp
     if pp * tp != stages:
         raise CheckpointFormatError(
             f"{folder.path}: {stages} model-parallel ranks are present, but {pp} pipeline stages of {tp} "
@@ -181,16 +166,11 @@ def _degrees(folder: CheckpointFolder, stage: int) -> tuple[int, int, int]:
     return tp, pp, max(folder.dp_degree, 1)
 
 
-def _read_model_files(folder: CheckpointFolder, stage: int, tp_degree: int) -> tuple[ModelFile, ...]:
+def _model_files(roots: Sequence[tuple[CheckpointFile, Mapping[str, Any]]], tp_degree: int) -> tuple[ModelFile, ...]:
     files = []
-    for file in folder.zero_model_files if stage == 3 else folder.model_files:
+    for file, root in roots:
         pp, tp = divmod(file.mp or 0, tp_degree)
-        root = load_pickle(file.path).root
-        if not isinstance(root, Mapping):
-            raise CheckpointFormatError(
-                f"{file.path}: holds a {type(root).__name__}; a dictionary of model state is expected.", file=file.path
-            )
-        files.append(ModelFile(file.path, ShardKey(pp, tp), file.dp or 0, root))
+        files.append(read_model_file(file.path, ShardKey(pp, tp), file.dp or 0, root))
     return tuple(sorted(files, key=lambda item: (item.shard, item.rank)))
 
 
@@ -235,12 +215,7 @@ def _experts(model_files: Sequence[ModelFile]) -> dict[str, ExpertLayer]:
 def _expert_tensors(folder: CheckpointFolder) -> dict[str, dict[int, Any]]:
     found: dict[str, dict[int, Any]] = {}
     for file in folder.expert_files:
-        root = load_pickle(file.path).root
-        if not isinstance(root, Mapping):
-            raise CheckpointFormatError(
-                f"{file.path}: holds a {type(root).__name__}; a dictionary of one expert's weights is expected.",
-                file=file.path,
-            )
+        root = as_mapping(load_pickle(file.path).root, "the expert's weights", file.path)
         for name, value in root.items():
             if isinstance(value, TensorRef):
                 found.setdefault(name, {})[file.mp or 0] = value
@@ -272,7 +247,7 @@ def _read_states(checkpoint: Checkpoint) -> None:
             optimizer = _optimizer(root, file.path)
             place = _placement(checkpoint, root, model_file, shard, dp_rank, file.path)
             if checkpoint.stage == 3:
-                groups = _shape_groups(model_file)
+                groups = model_file.groups
                 read_zero3(checkpoint.states, optimizer, groups, place, checkpoint.dp_degree, file=file.path)
             else:
                 read_zero12(checkpoint.states, optimizer, place, model_file.shapes, file=file.path)
@@ -287,7 +262,6 @@ def _placement(
     """Which shard a file's fragments belong to: its TP rank's, or for experts its expert-parallel rank's."""
     experts = checkpoint.experts
     folding = root.get("folding")
-    families = folding.get("param_families") or {} if isinstance(folding, Mapping) else {}
     records = {entry["expert_key_prefix"]: entry for entry in model.autoep or ()}
     config = model.root.get("ds_config")
     data_first = bool(config.get("use_data_before_expert_parallelism")) if isinstance(config, Mapping) else False
@@ -297,11 +271,12 @@ def _placement(
         if layer is None:
             native = checkpoint.native_experts.place(name, dp_rank, checkpoint.dp_degree, data_first)
             return Place(native[0], shard, native[1]) if native else Place(name, shard, dp_rank)
-        if isinstance(folding, Mapping):
-            return Place(name, ShardKey(shard.pp, folding["ep_rank"]), families[name]["zero_partition_rank"])
+        if folding is not None:
+            ep_rank, rank = folded_expert_rank(folding, name, layer, file=file)
+            return Place(name, ShardKey(shard.pp, ep_rank), rank)
         if checkpoint.stage == 3:
-            record = records[layer.prefix]
-            return Place(name, ShardKey(shard.pp, record["ep_rank"]), record["expert_data_parallel_rank"])
+            ep_rank, rank = recorded_expert_rank(records[layer.prefix], layer, file=model.path)
+            return Place(name, ShardKey(shard.pp, ep_rank), rank)
         if checkpoint.tp_degree > 1:
             raise CheckpointFormatError(
                 f"{file}: expert parameter {name!r} is stored under {checkpoint.tp_degree} tensor-parallel ranks, but "
@@ -314,21 +289,6 @@ def _placement(
         return Place(name, ShardKey(shard.pp, ep_rank), rank)
 
     return place
-
-
-def _shape_groups(file: ModelFile) -> list[Mapping[str, Any]]:
-    groups = file.root.get("param_shapes")
-    if groups is None:
-        return []
-    if isinstance(groups, Mapping):
-        return [groups]
-    if isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups):
-        return groups
-    raise CheckpointFormatError(
-        f"{file.path}: 'param_shapes' is a {type(groups).__name__}; a list of dictionaries is expected. The file is "
-        "damaged, or was not written by DeepSpeed with ZeRO.",
-        file=file.path,
-    )
 
 
 def _optimizer(root: Any, file: str) -> Mapping[str, Any]:

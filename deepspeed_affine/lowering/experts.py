@@ -11,13 +11,24 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from deepspeed_affine.errors import CheckpointFormatError, InvalidMapError
 from deepspeed_affine.ir import AFFINE_MAP_FORMAT_VERSION, AffinePiece, ParamAffineMap
+from deepspeed_affine.lowering.reading import as_count, as_mapping, refuse
 from deepspeed_affine.lowering.zero import row_major_strides
 
-__all__ = ["EXPERT_WEIGHTS", "ExpertLayer", "NativeExperts", "expert_layers", "expert_map", "zero12_expert_rank"]
+__all__ = [
+    "EXPERT_WEIGHTS",
+    "ExpertLayer",
+    "NativeExperts",
+    "expert_layers",
+    "expert_map",
+    "folded_expert_rank",
+    "recorded_expert_rank",
+    "zero12_expert_rank",
+]
 
 EXPERT_WEIGHTS = ("w1", "w2", "w3")
 PLACEMENT_VERSION = 1
@@ -36,10 +47,10 @@ class ExpertLayer:
 
     def __post_init__(self) -> None:
         held = {expert for experts in self.placement for expert in experts}
-        missing = sorted(set(range(self.num_experts)) - held)
+        missing = list(islice((e for e in range(self.num_experts) if e not in held), 10))
         if missing:
             raise InvalidMapError(
-                f"expert layer {self.prefix!r}: no rank holds experts {missing[:10]} of {self.num_experts}; every "
+                f"expert layer {self.prefix!r}: no rank holds experts {missing} of {self.num_experts}; every "
                 "expert must be placed. The placement record belongs to another model.",
                 param=self.prefix,
             )
@@ -188,23 +199,40 @@ def zero12_expert_rank(dp_rank: int, dp_degree: int, ep_size: int, data_before_e
     return dp_rank % ep_size, dp_rank // ep_size
 
 
+def recorded_expert_rank(record: Any, layer: ExpertLayer, *, file: str) -> tuple[int, int]:
+    """``(expert rank, rank within its expert-data-parallel group)`` as a ZeRO-3 model-state file records it."""
+    ep_rank = as_count(record.get("ep_rank"), f"'ep_rank' of expert layer {layer.prefix!r}", file)
+    rank = record.get("expert_data_parallel_rank")
+    return _known(ep_rank, layer, file), as_count(rank, "'expert_data_parallel_rank'", file)
+
+
+def folded_expert_rank(folding: Any, name: str, layer: ExpertLayer, *, file: str) -> tuple[int, int]:
+    """The same as an optimizer file's ``folding`` record gives it, where tensor and expert parallelism share ranks."""
+    record = as_mapping(folding, "'folding'", file)
+    families = as_mapping(record.get("param_families"), "'param_families' of 'folding'", file)
+    family = as_mapping(families.get(name), f"the folding record of {name!r}", file)
+    rank = as_count(family.get("zero_partition_rank"), f"'zero_partition_rank' of {name!r}", file)
+    return _known(as_count(record.get("ep_rank"), "'ep_rank' of 'folding'", file), layer, file), rank
+
+
+def _known(ep_rank: int, layer: ExpertLayer, file: str) -> int:
+    if ep_rank >= layer.ep_size:
+        raise CheckpointFormatError(
+            f"{file}: is of expert-parallel rank {ep_rank}, but layer {layer.prefix!r} has {layer.ep_size} ranks. The "
+            "files come from different runs.",
+            file=file,
+        )
+    return ep_rank
+
+
 def _layer(entry: Mapping[str, Any], file: str) -> ExpertLayer:
-    values: dict[str, Any] = {}
-    for key, kind in (
-        ("expert_key_prefix", str),
-        ("num_experts", int),
-        ("num_local_experts", int),
-        ("ep_size", int),
-    ):
-        value = entry.get(key)
-        if type(value) is not kind:
-            raise CheckpointFormatError(
-                f"{file}: expert layer field {key!r} is {value!r}; a {kind.__name__} is expected. The checkpoint is "
-                "older than expert-parallel metadata, or damaged.",
-                file=file,
-            )
-        values[key] = value
-    prefix, count, local, ep_size = values.values()
+    prefix = entry.get("expert_key_prefix")
+    if not isinstance(prefix, str):
+        raise refuse(file, "'expert_key_prefix' of an expert layer", prefix, "a string")
+    count, local, ep_size = (
+        as_count(entry.get(key), f"{key!r} of expert layer {prefix!r}", file, least=1)
+        for key in ("num_experts", "num_local_experts", "ep_size")
+    )
     placement = entry.get("expert_placement")
     if placement is None:
         if local * ep_size != count:
@@ -218,11 +246,15 @@ def _layer(entry: Mapping[str, Any], file: str) -> ExpertLayer:
     else:
         placed = _placement(placement, prefix, count, ep_size, file)
     maps = entry.get("affine_maps")
-    return ExpertLayer(prefix, int(entry.get("moe_layer_id", 0)), count, placed, maps if maps else None)
+    if maps:
+        as_mapping(maps, f"'affine_maps' of expert layer {prefix!r}", file)
+        as_mapping(maps.get("params") or {}, f"'params' of the affine maps of expert layer {prefix!r}", file)
+    layer_id = as_count(entry.get("moe_layer_id", 0), f"'moe_layer_id' of expert layer {prefix!r}", file)
+    return ExpertLayer(prefix, layer_id, count, placed, maps or None)
 
 
 def _placement(record: Any, prefix: str, count: int, ep_size: int, file: str) -> tuple[tuple[int, ...], ...]:
-    def refuse(fact: str) -> CheckpointFormatError:
+    def fault(fact: str) -> CheckpointFormatError:
         return CheckpointFormatError(
             f"{file}: the expert placement of {prefix!r} {fact}. Update this package, or save again.",
             param=prefix,
@@ -230,26 +262,26 @@ def _placement(record: Any, prefix: str, count: int, ep_size: int, file: str) ->
         )
 
     if not isinstance(record, Mapping):
-        raise refuse(f"is a {type(record).__name__}; a dictionary is expected")
+        raise fault(f"is a {type(record).__name__}; a dictionary is expected")
     if record.get("version") != PLACEMENT_VERSION:
-        raise refuse(f"has version {record.get('version')!r}; this package reads {PLACEMENT_VERSION}")
+        raise fault(f"has version {record.get('version')!r}; this package reads {PLACEMENT_VERSION}")
     if record.get("num_experts") != count or record.get("ep_size") != ep_size:
-        raise refuse(
+        raise fault(
             f"covers {record.get('num_experts')!r} experts on {record.get('ep_size')!r} ranks; its layer has {count} "
             f"on {ep_size}"
         )
     entries = record.get("ranks")
     if not isinstance(entries, list) or len(entries) != ep_size:
-        raise refuse(f"does not list {ep_size} ranks")
+        raise fault(f"does not list {ep_size} ranks")
     placed: dict[int, tuple[int, ...]] = {}
     for item in entries:
         rank, experts = (item.get("rank"), item.get("experts")) if isinstance(item, Mapping) else (None, None)
         if type(rank) is not int or not 0 <= rank < ep_size or rank in placed:
-            raise refuse(f"names rank {rank!r}; each of 0 to {ep_size - 1} is expected once")
+            raise fault(f"names rank {rank!r}; each of 0 to {ep_size - 1} is expected once")
         if not isinstance(experts, list) or any(type(e) is not int or not 0 <= e < count for e in experts):
-            raise refuse(f"gives rank {rank} the experts {experts!r}; numbers from 0 to {count - 1} are expected")
+            raise fault(f"gives rank {rank} the experts {experts!r}; numbers from 0 to {count - 1} are expected")
         if len(set(experts)) != len(experts):
-            raise refuse(f"gives rank {rank} an expert twice")
+            raise fault(f"gives rank {rank} an expert twice")
         placed[rank] = tuple(experts)
     return tuple(placed[rank] for rank in range(ep_size))
 
@@ -264,7 +296,7 @@ def _stored_map(layer: ExpertLayer, name: str) -> ParamAffineMap | None:
             f"{AFFINE_MAP_FORMAT_VERSION}. Update this package.",
             param=name,
         )
-    entry = layer.stored_maps.get("params", {}).get(name)
+    entry = (layer.stored_maps.get("params") or {}).get(name)
     if entry is None:
         raise CheckpointFormatError(
             f"parameter {name!r}: its expert layer stores affine maps, but none for this parameter.", param=name

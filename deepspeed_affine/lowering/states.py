@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed_affine.errors import CheckpointFormatError, UnsupportedLayoutError
+from deepspeed_affine.lowering.reading import as_count, as_mapping, as_stored, refuse
 from deepspeed_affine.lowering.zero import Fragment, zero3_interval
 
 __all__ = ["ParamStates", "Place", "ShardKey", "StateTable", "read_zero3", "read_zero12", "shape_numel"]
@@ -106,7 +107,10 @@ def read_zero12(
     the other without padding; ``shapes`` (the shard shapes of this rank) says how long each is.
     """
     mappings = _required(optimizer, "param_slice_mappings", list, file)
-    masters = _required(optimizer, "single_partition_of_fp32_groups", list, file)
+    masters = [
+        as_stored(master, "an entry of 'single_partition_of_fp32_groups'", file, dimensions=1)
+        for master in _required(optimizer, "single_partition_of_fp32_groups", list, file)
+    ]
     states = _group_states(optimizer, file)
     if len(masters) != len(mappings):
         raise CheckpointFormatError(
@@ -114,13 +118,13 @@ def read_zero12(
             "both must list every group. The file is damaged: use another checkpoint.",
             file=file,
         )
-    partitions = _partition_lengths(optimizer, masters)
+    partitions = _partition_lengths(optimizer, masters, file)
     for group, mapping in enumerate(mappings):
         group_state = states(group)
-        if group_state is None:
+        if not group_state:
             table.stateless_groups.add(group)
-        flat: dict[str, Any] = {FP32: masters[group], **(group_state or {})}
-        slices = {name: _slice(address, name, file) for name, address in mapping.items()}
+        flat: dict[str, Any] = {FP32: masters[group], **group_state}
+        slices = _slices(as_mapping(mapping, "an entry of 'param_slice_mappings'", file), file)
         whole = {
             state: offsets
             for state, value in flat.items()
@@ -158,27 +162,29 @@ def read_zero3(
     Sub-group ``i`` stores ``ceil(numel / count)`` elements of each of its parameters in turn; ``count`` and this
     rank's place come from the sub-group's partition record, or are the data-parallel degree and rank.
     """
-    masters = _required(optimizer, "fp32_flat_groups", list, file)
+    masters = [
+        as_stored(master, "an entry of 'fp32_flat_groups'", file, dimensions=1)
+        for master in _required(optimizer, "fp32_flat_groups", list, file)
+    ]
     inner = _required(optimizer, "optimizer_state_dict", Mapping, file)
     states = _required(inner, "state", Mapping, file)
-    partitions = optimizer.get("ds_zero_partition_groups") or []
-    if len(masters) < len(param_shapes):
+    partitions = _partitions(optimizer.get("ds_zero_partition_groups"), dp_degree, file)
+    if len(masters) != len(param_shapes):
         raise CheckpointFormatError(
             f"{file}: {len(masters)} fp32 sub-groups are stored but the model-state file lists {len(param_shapes)}. "
             "The files come from different saves, or the optimizer was offloaded to NVMe.",
             file=file,
         )
     for index, shapes in enumerate(param_shapes):
-        group_state = states.get(index)
-        if group_state is None:
+        group_state = _group_state(states.get(index), index, file)
+        if not group_state:
             table.stateless_groups.add(index)
-        partition = partitions[index] if index < len(partitions) else {}
-        count = partition.get("partition_count", dp_degree)
-        flat: dict[str, Any] = {FP32: masters[index], **(group_state or {})}
+        count, own_rank = partitions[index] if index < len(partitions) else (dp_degree, None)
+        flat: dict[str, Any] = {FP32: masters[index], **group_state}
         start = 0
         for name, shape in shapes.items():
             at = place(name)
-            rank = partition.get("partition_rank", at.rank)
+            rank = at.rank if own_rank is None else own_rank
             held, reserved = zero3_interval(shape_numel(shape), count, rank)
             for state, value in flat.items():
                 if _is_flat(value):
@@ -190,6 +196,13 @@ def read_zero3(
                 else:
                     raise _unmapped(name, state, value, file)
             start += reserved
+        if masters[index].shape[0] != start:
+            raise CheckpointFormatError(
+                f"{file}: fp32 sub-group {index} holds {masters[index].shape[0]} elements; the recorded shapes of its "
+                f"{len(shapes)} parameters need {start} on each of {count} ranks. The model-state and optimizer files "
+                "come from different saves: take all of them from one.",
+                file=file,
+            )
 
 
 def shape_numel(shape: Iterable[int]) -> int:
@@ -200,15 +213,44 @@ def shape_numel(shape: Iterable[int]) -> int:
     return count
 
 
-def _partition_lengths(optimizer: Mapping[str, Any], masters: Sequence[Any]) -> list[set[int]]:
+def _partition_lengths(optimizer: Mapping[str, Any], masters: Sequence[Any], file: str) -> list[set[int]]:
     """The lengths a flat partition of each group may have: with and without the padding at its end."""
     paddings = optimizer.get("group_paddings") or []
+    if not isinstance(paddings, (list, tuple)):
+        raise refuse(file, "'group_paddings'", paddings, "a list with one number a group")
     lengths = []
     for group, master in enumerate(masters):
         length = master.shape[0]
-        padding = paddings[group] if group < len(paddings) else 0
+        padding = as_count(paddings[group], "an entry of 'group_paddings'", file) if group < len(paddings) else 0
         lengths.append({length, length + padding})
     return lengths
+
+
+def _partitions(records: Any, dp_degree: int, file: str) -> list[tuple[int, int | None]]:
+    """For each sub-group into how many parts it is cut, and which of them the file holds if that is recorded."""
+    if not isinstance(records or [], (list, tuple)):
+        raise refuse(file, "'ds_zero_partition_groups'", records, "a list with one dictionary a sub-group")
+    found: list[tuple[int, int | None]] = []
+    for record in records or []:
+        entry = as_mapping(record, "an entry of 'ds_zero_partition_groups'", file)
+        rank = entry.get("partition_rank")
+        count = as_count(entry.get("partition_count", dp_degree), "'partition_count' of a sub-group", file, least=1)
+        found.append((count, rank if rank is None else as_count(rank, "'partition_rank' of a sub-group", file)))
+    return found
+
+
+def _group_state(value: Any, group: int, file: str) -> Mapping[str, Any]:
+    """The optimizer's states of one group; empty before the first step."""
+    if value is None:
+        return {}
+    states = as_mapping(value, f"the optimizer's state of group {group}", file)
+    if FP32 in states:
+        raise UnsupportedLayoutError(
+            f"{file}: the optimizer calls one of its states {FP32!r}, which is the file name of the weights. Rename "
+            "the state in the optimizer, and save again.",
+            file=file,
+        )
+    return states
 
 
 def _whole_offsets(
@@ -244,7 +286,7 @@ def _whole_offsets(
     return offsets
 
 
-def _group_states(optimizer: Mapping[str, Any], file: str) -> Callable[[int], Mapping[str, Any] | None]:
+def _group_states(optimizer: Mapping[str, Any], file: str) -> Callable[[int], Mapping[str, Any]]:
     base = optimizer.get("base_optimizer_state")
     if isinstance(base, list):
         raise UnsupportedLayoutError(
@@ -254,7 +296,7 @@ def _group_states(optimizer: Mapping[str, Any], file: str) -> Callable[[int], Ma
         )
     if isinstance(base, Mapping) and isinstance(base.get("state"), Mapping):
         states = base["state"]
-        return lambda group: states.get(group) or None
+        return lambda group: _group_state(states.get(group), group, file)
     raise CheckpointFormatError(
         f"{file}: 'base_optimizer_state' is {type(base).__name__}; a dictionary with 'state' is "
         "expected. Not an optimizer file of ZeRO stage 1 or 2, or a damaged one.",
@@ -272,6 +314,23 @@ def _required(mapping: Mapping[str, Any], key: str, kind: type, file: str) -> An
             file=file,
         )
     return value
+
+
+def _slices(mapping: Mapping[str, Any], file: str) -> dict[str, tuple[int, int]]:
+    """Where each parameter's slice lies in its group's partition; no element is in two slices."""
+    slices = {name: _slice(address, name, file) for name, address in mapping.items()}
+    reached, before = 0, ""
+    for name, (start, numel) in sorted(slices.items(), key=lambda item: item[1]):
+        if numel and start < reached:
+            raise CheckpointFormatError(
+                f"{file}: the slices of parameters {before!r} and {name!r} overlap at element {start} of their "
+                "partition; every element belongs to one. The slice table is damaged: use another checkpoint.",
+                param=name,
+                file=file,
+            )
+        if numel:
+            reached, before = start + numel, name
+    return slices
 
 
 def _slice(address: Any, name: str, file: str) -> tuple[int, int]:
@@ -295,7 +354,7 @@ def _is_scalar(value: Any) -> bool:
     if isinstance(value, (bool, int, float)):
         return True
     shape = getattr(value, "shape", None)
-    return isinstance(shape, tuple) and len(shape) == 0
+    return isinstance(shape, tuple) and not shape
 
 
 def _unmapped(name: str, state: str, value: Any, file: str) -> UnsupportedLayoutError:

@@ -138,6 +138,15 @@ class ConversionPlan:
     notes: tuple[str, ...] = ()
 
     @property
+    def paths(self) -> tuple[str, ...]:
+        """Every file of the output, relative to its folder."""
+        return (
+            *(task.path for task in self.tensors),
+            *(file.path for file in self.objects),
+            *(file.path for file in self.copies),
+        )
+
+    @property
     def bytes_in(self) -> int:
         """Bytes read from source files: every element once, and every replica that is compared."""
         read = 0

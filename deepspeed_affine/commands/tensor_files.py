@@ -1,0 +1,244 @@
+"""Output files that hold one tensor, collected for a plan, with the source storages they are made of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_affine.errors import CheckpointFormatError, IntegrityError, UnsupportedLayoutError
+from deepspeed_affine.ir import SCALE_POWER_BY_STATE, AffinePiece, ParamAffineMap
+from deepspeed_affine.lowering import keys
+from deepspeed_affine.lowering.policy import OnDrift, ScaledStates
+from deepspeed_affine.lowering.states import ParamStates, ShardKey, shape_numel
+from deepspeed_affine.lowering.stock_rules import StockRules
+from deepspeed_affine.lowering.zero import Fragment, StoredTensor, fragment_pieces
+from deepspeed_affine.plan.conversion import Fill, ObjectFile, ShardPieces, SourceStorage, TensorFile, plan_sources
+from deepspeed_affine.plan.paths import state_path
+from deepspeed_affine.storage.dtypes import item_size
+from deepspeed_affine.storage.refs import StorageRef, TensorRef
+
+__all__ = ["BARE", "ConversionOptions", "Entries", "Source", "TensorFiles", "source_storage"]
+
+Entries = tuple[tuple[str, Any], ...]
+BARE: Entries = ((keys.PARAM, None),)
+"""The entries of a file that holds a tensor and says nothing about it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionOptions:
+    """What the user chose where a checkpoint leaves a choice. ``replicated`` names parameters whose shards were
+    found identical and are to be taken as copies of one tensor."""
+
+    rules: StockRules
+    strict: bool = True
+    inject_missing_state: bool = False
+    on_drift: OnDrift = OnDrift.ERROR
+    scaled_states: ScaledStates = ScaledStates.REFUSE
+    replicated: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where one state of one parameter is stored: per map rank, every stored copy of its shard."""
+
+    dtype: str
+    shards: Mapping[int, tuple[ShardPieces, ...]]
+
+
+class TensorFiles:
+    """Files planned so far. ``tensors`` and ``objects`` are complete for every ``add`` that returned."""
+
+    def __init__(self, options: ConversionOptions, pp_degree: int) -> None:
+        self.options = options
+        self.pp_degree = pp_degree
+        self.tensors: list[TensorFile] = []
+        self.objects: list[ObjectFile] = []
+        self.notes: list[str] = []
+        self._storages: dict[StorageRef, int] = {}
+
+    @property
+    def storages(self) -> tuple[SourceStorage, ...]:
+        """The storages that pieces name by their index."""
+        return tuple(source_storage(ref) for ref in self._storages)
+
+    def storage(self, tensor: StoredTensor) -> int:
+        """The index of the storage ``tensor`` lies in."""
+        if not isinstance(tensor, TensorRef):
+            raise CheckpointFormatError(
+                f"a {type(tensor).__name__} was found where a stored tensor is expected. The file is damaged: use "
+                "another checkpoint."
+            )
+        if tensor.is_meta:
+            raise CheckpointFormatError(
+                f"{tensor.storage.path}: a tensor of shape {tensor.shape} was saved from the meta device, without its "
+                "values; stored values are expected. Materialise the model before saving.",
+                file=tensor.storage.path,
+            )
+        return self._storages.setdefault(tensor.storage, len(self._storages))
+
+    def optimizer_source(
+        self, name: str, state: str, states: ParamStates, layout: ParamAffineMap, axis: str = "tp"
+    ) -> Source:
+        """Where ``state`` of ``name`` lies in the optimizer files, its fragments joined to whole shards."""
+        fragments: dict[ShardKey, list[list[Fragment]]] = {}
+        for shard, found in states.tensors.get(state, {}).items():
+            fragments[shard] = _copies(name, state, found)
+        for shard, found in states.whole.get(state, {}).items():
+            fragments.setdefault(shard, []).extend([fragment] for fragment in found)
+        dtypes = {_dtype(fragment.tensor) for copies in fragments.values() for copy in copies for fragment in copy}
+        if len(dtypes) != 1:
+            raise CheckpointFormatError(
+                f"parameter {name!r}, state {state!r}: its fragments have dtypes {sorted(dtypes)}; one is expected. "
+                "The files come from runs of different precision: check that they are of one save.",
+                param=name,
+            )
+        shards: dict[int, list[ShardPieces]] = {}
+        for shard in sorted(fragments):
+            shape = layout.shard_shapes.get(shard.tp)
+            label = shard.label(self.pp_degree, axis)
+            if shape is None:
+                raise CheckpointFormatError(
+                    f"parameter {name!r}, state {state!r}: {label} stores a shard, but its map has ranks "
+                    f"{sorted(layout.shard_shapes)} only. The metadata belongs to another run.",
+                    param=name,
+                    rank=shard.tp,
+                )
+            for copy in fragments[shard]:
+                held = ((fragment, self.storage(fragment.tensor)) for fragment in copy)
+                pieces = fragment_pieces(held, shape_numel(shape), param=name, rank=shard.tp)
+                shards.setdefault(shard.tp, []).append(ShardPieces(pieces, label))
+        return Source(dtypes.pop(), {rank: tuple(copies) for rank, copies in shards.items()})
+
+    def add(
+        self,
+        name: str,
+        state: str,
+        source: Source,
+        layout: ParamAffineMap,
+        entries: Entries | None,
+        *,
+        truncate: int | None = None,
+        average: bool = False,
+        dtype: str | None = None,
+    ) -> None:
+        """One file is planned: F of ``state``, gathered from ``source`` through ``layout``.
+
+        ``truncate`` is the number of rows kept; ``average`` says that DeepSpeed would average the holders.
+        """
+        pieces, replicas = plan_sources(layout, source.shards, param=name, state=state)
+        fill: Fill = "copy"
+        if any(piece.scale != 1.0 for piece in pieces):
+            pieces, fill = self._scaled(name, state, pieces)
+        if average and fill == "copy" and self.options.on_drift is OnDrift.AVERAGE:
+            fill = "average"
+        shape = layout.logical_shape
+        if truncate is not None:
+            shape = (min(truncate, shape[0]), *shape[1:])
+        self.tensors.append(
+            TensorFile(
+                path=state_path(name, state),
+                param=name,
+                state=state,
+                dtype=dtype or source.dtype,
+                itemsize=item_size(dtype or source.dtype),
+                shape=shape,
+                map_shape=layout.logical_shape,
+                entries=entries,
+                tensor_key=keys.PARAM,
+                pieces=pieces,
+                replicas=replicas,
+                fill=fill,
+            )
+        )
+
+    def scalar(self, name: str, state: str, values: Sequence[tuple[ShardKey, int, Any]], *, write: bool) -> None:
+        """The ranks' values of a state that is one number agree; with ``write``, its file is planned."""
+        first_shard, first_rank, first = values[0]
+        expected = _scalar_bytes(first)
+        for shard, rank, value in values[1:]:
+            if _scalar_bytes(value) == expected:
+                continue
+            fact = (
+                f"parameter {name!r}: state {state!r} differs between {first_shard.label(self.pp_degree)}, "
+                f"dp {first_rank} and {shard.label(self.pp_degree)}, dp {rank}"
+            )
+            if self.options.on_drift is OnDrift.FIRST:
+                self.notes.append(f"{fact}; the first is written")
+                break
+            raise IntegrityError(
+                f"{fact}; every rank must agree. One of the files belongs to another step, or a rank skipped an "
+                "update: take all files from one save, or convert the first rank's value with --on-drift first.",
+                param=name,
+                rank=rank,
+            )
+        if write:
+            self.objects.append(ObjectFile(state_path(name, state), first))
+
+    def _scaled(self, name: str, state: str, pieces: tuple[AffinePiece, ...]) -> tuple[tuple[AffinePiece, ...], Fill]:
+        power = SCALE_POWER_BY_STATE.get(state)
+        if power == 1:
+            self.notes.append(f"{name}: held scaled by its ranks; {state} is divided by the scale")
+            return pieces, "copy"
+        policy = self.options.scaled_states
+        if policy is ScaledStates.RESET:
+            self.notes.append(f"{name}: {state} was reset to zeros because the parameter is held scaled")
+            return pieces, "zero"
+        if policy is ScaledStates.POWER and power is not None:
+            self.notes.append(f"{name}: {state} was divided by its scale to the power {power}")
+            return tuple(_rescaled(piece, piece.scale**power) for piece in pieces), "copy"
+        reason = (
+            f"no power of the scale is known for state {state!r}"
+            if policy is ScaledStates.POWER
+            else "its hyperparameters (lr, eps) would stay in the coordinate of the source"
+        )
+        raise UnsupportedLayoutError(
+            f"parameter {name!r}, state {state!r}: the ranks hold the parameter scaled, and {reason}. Choose "
+            "--scaled-states reset (zeros) or power (apply the exact power of the scale).",
+            param=name,
+        )
+
+
+def source_storage(ref: StorageRef) -> SourceStorage:
+    """``ref`` as a plan lists it."""
+    return SourceStorage(ref.path, ref.key, ref.dtype, ref.numel, ref.byte_offset, ref.nbytes, ref.crc32)
+
+
+def _copies(name: str, state: str, found: Iterable[Fragment]) -> list[list[Fragment]]:
+    """Fragments of one shard in order, separated into stored copies where a partition is stored more than once."""
+    by_rank: dict[int, list[Fragment]] = {}
+    for fragment in found:
+        by_rank.setdefault(fragment.rank, []).append(fragment)
+    counts = {len(fragments) for fragments in by_rank.values()}
+    if len(counts) > 1:
+        raise CheckpointFormatError(
+            f"parameter {name!r}, state {state!r}: its partitions are stored {sorted(counts)} times; each must be "
+            "stored as often as the others. A rank's file is missing, or the parameter is in two groups.",
+            param=name,
+        )
+    return [[by_rank[rank][copy] for rank in sorted(by_rank)] for copy in range(counts.pop() if counts else 0)]
+
+
+def _dtype(tensor: StoredTensor) -> str:
+    return str(getattr(tensor, "dtype", ""))
+
+
+def _scalar_bytes(value: Any) -> tuple[str, bytes]:
+    if not isinstance(value, TensorRef):
+        return type(value).__name__, repr(value).encode()
+    with open(value.storage.path, "rb") as file:
+        return value.dtype, os.pread(file.fileno(), value.nbytes, value.byte_offset)
+
+
+def _rescaled(piece: AffinePiece, scale: float) -> AffinePiece:
+    """``piece`` with another scale."""
+    return AffinePiece(
+        piece.shape,
+        piece.source_offset,
+        piece.source_strides,
+        piece.dest_offset,
+        piece.dest_strides,
+        piece.locations,
+        scale,
+    )
