@@ -31,8 +31,8 @@ __all__ = ["canonical_map", "canonical_pieces", "fold_keys", "layout_id", "maxim
 Digits = tuple[tuple[int, int, int], ...]
 """``(extent, dest stride, source stride)``, inner digit first."""
 
-LISTED = 4096
-"""Sets of up to this many points are listed; the result is the same, only faster."""
+LISTED_PER_LATTICE = 16
+"""Sets of up to so many points for each of their lattices are listed; the result is the same, only faster."""
 
 FRUITLESS_ROUNDS = 128
 """Rounds that may find no more than the chain they started from before the rest of a set stays unfolded.
@@ -166,7 +166,7 @@ def _chains(keyed: Sequence[Lattice], direction: Point, budget: Budget) -> dict[
 
 
 def _short(keyed: Sequence[Lattice]) -> bool:
-    limit = max(LISTED, 4 * len(keyed))
+    limit = LISTED_PER_LATTICE * len(keyed)
     count = 0
     for lattice in keyed:
         count += lattice.numel

@@ -72,7 +72,9 @@ class ParamAffineMap:
         for what, shape in [("The parameter", self.logical_shape), *self._named_shapes()]:
             if product(shape) > INT64_MAX:
                 faults.add(InvalidMapError(f"{what} of shape {shape} has more elements than 64 signed bits can count."))
-        known = self.shard_shapes.keys()
+        known = frozenset(self.shard_shapes)
+        # A replicated parameter names every rank in every piece, so each distinct set is compared once.
+        foreign: dict[frozenset[int], frozenset[int]] = {}
         for rank, pieces in self.pieces_by_rank.items():
             if rank not in known:
                 faults.add(InvalidMapError(f"Rank {rank} has pieces but no shard shape.", rank=rank))
@@ -84,25 +86,15 @@ class ParamAffineMap:
                         f"Piece {number} of rank {rank} is a {type(piece).__name__}; expected an AffinePiece.",
                         rank=rank,
                     )
-                fault = self._piece_fault(piece, rank, full, numel)
+                if piece.locations not in foreign:
+                    foreign[piece.locations] = piece.locations - known
+                fault = _piece_fault(piece, rank, full, numel, foreign[piece.locations])
                 if fault:
                     faults.add(InvalidMapError(f"Piece {number} of rank {rank} {fault}; it is {piece}.", rank=rank))
         faults.raise_if_any()
 
     def _named_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         return [(f"The shard of rank {rank}", shape) for rank, shape in self.shard_shapes.items()]
-
-    def _piece_fault(self, piece: AffinePiece, rank: int, full: int, shard: int) -> str | None:
-        if piece.numel and piece.source_end > full:
-            return f"reaches element {piece.source_end - 1} of a parameter of {full} elements"
-        if piece.numel and piece.dest_end > shard:
-            return f"reaches address {piece.dest_end - 1} of a shard of {shard} elements"
-        if rank not in piece.locations:
-            return f"lists locations {sorted(piece.locations)} without rank {rank} itself"
-        strangers = piece.locations - self.shard_shapes.keys()
-        if strangers:
-            return f"lists locations {sorted(strangers)}, which are no ranks of this map"
-        return None
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"A ParamAffineMap is immutable; {name} cannot be set.")
@@ -279,3 +271,15 @@ class ParamAffineMap:
         from deepspeed_affine.ir.codec import map_from_dict
 
         return map_from_dict(entry)
+
+
+def _piece_fault(piece: AffinePiece, rank: int, full: int, shard: int, foreign: frozenset[int]) -> str | None:
+    if piece.numel and piece.source_end > full:
+        return f"reaches element {piece.source_end - 1} of a parameter of {full} elements"
+    if piece.numel and piece.dest_end > shard:
+        return f"reaches address {piece.dest_end - 1} of a shard of {shard} elements"
+    if rank not in piece.locations:
+        return f"lists locations {sorted(piece.locations)} without rank {rank} itself"
+    if foreign:
+        return f"lists locations {sorted(foreign)}, which are no ranks of this map"
+    return None

@@ -227,6 +227,9 @@ def _without(left: list[Lattice], right: Iterable[Lattice], budget: Budget) -> l
 
 def distinct(held: Iterable[Lattice], budget: Budget | None = None) -> list[Lattice]:
     """Return disjoint lattices holding every key of the input once."""
+    held = list(held)
+    if len(held) < 2:
+        return [keys_only(lattice) for lattice in held]
     return [lattice for lattice, _ in refine([(x, frozenset((0,))) for x in held], budget)]
 
 

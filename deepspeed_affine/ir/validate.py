@@ -77,19 +77,18 @@ def _address_fault(
     mark = _fingerprint()
     numel = product(shape)
     pieces = [piece for piece in listed if piece.numel]
-    if not whole and len(pieces) == 1 and numel and _rises(pieces[0]):
-        return None
     total = sum([mark.block(piece.dest_offset, piece.shape, piece.dest_strides) for piece in pieces])
-    keyed: list[Lattice] | None = None
+    full = mark.progression(numel, 1) if numel else 0
+    if (total - full) % PRIME == 0:
+        return None
+    keyed = [x for piece in pieces for x in lattices(piece, "dest")]
+    if not whole and len(keyed) == 1:
+        return None
     gaps: list[Lattice] = []
     if not whole:
-        keyed = [x for piece in pieces for x in lattices(piece, "dest")]
         gaps = complement(keyed, 0, numel)
-        total += sum([_value(mark, gap) for gap in gaps])
-    if (total - (mark.progression(numel, 1) if numel else 0)) % PRIME == 0:
-        return None
-    if keyed is None:
-        keyed = [x for piece in pieces for x in lattices(piece, "dest")]
+        if (total + sum([_value(mark, gap) for gap in gaps]) - full) % PRIME == 0:
+            return None
     address = _first_fault([(keyed + gaps, [run(0, numel)])], numel, mark)
     writers = [piece for piece in pieces if _keyed_at(piece, "dest", address)]
     times = sum(len(_keyed_at(piece, "dest", address)) for piece in writers)
@@ -109,11 +108,6 @@ def _address_fault(
     )
 
 
-def _rises(piece: AffinePiece) -> bool:
-    """Whether the piece alone names each shard address once because its digits do not interleave."""
-    return len(lattices(piece, "dest")) == 1
-
-
 def _parameter_fault(layout: ParamAffineMap, whole: bool) -> InvalidMapError | None:
     mark = _fingerprint()
     sums: dict[Label, dict[int, int]] = {}
@@ -128,7 +122,7 @@ def _parameter_fault(layout: ParamAffineMap, whole: bool) -> InvalidMapError | N
         values = [value % PRIME for value in row.values()]
         alike = alike and len(values) == len(locations) and all(value == values[0] for value in values)
         total += values[0]
-    if whole and alike and total % PRIME == 0:
+    if alike and total % PRIME == 0:
         return None
     return _examine(layout, whole, mark)
 
