@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -64,20 +65,39 @@ def ds_affine(argv: Sequence[str] | None = None) -> int:
 
 
 def _guarded(program: str, run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """What ``run`` returns; an error becomes a line per fault, an object under ``--json``, and exit code 2."""
     try:
         return run(args)
     except AffineError as error:
-        if args.debug:
-            traceback.print_exc()
-        for line in error.message.splitlines():
-            print(f"{program}: error: {line}", file=sys.stderr)
+        faults = [_described(fault) for fault in error.faults]
+        lines = error.message.splitlines()
     except OSError as error:
-        if args.debug:
-            traceback.print_exc()
-        print(f"{program}: error: {_os_error(error)}", file=sys.stderr)
+        lines = [_os_error(error)]
+        faults = [{"kind": "OSError", "message": lines[0], "file": error.filename}]
     except KeyboardInterrupt:
-        print(f"{program}: interrupted; nothing was published", file=sys.stderr)
+        lines = ["interrupted; nothing was published"]
+        faults = [{"kind": "KeyboardInterrupt", "message": lines[0]}]
+    except Exception as error:  # Whatever else it is, it is a fault of this package and not of the user.
+        lines = [f"internal error, {type(error).__name__}: {error}. Please report it with the output of --debug."]
+        faults = [{"kind": type(error).__name__, "message": lines[0]}]
+    if args.debug:
+        traceback.print_exc()
+    if getattr(args, "json", False):
+        print(json.dumps({"errors": faults}, indent=2))
+    for line in lines:
+        text = f"{program}: error: {line}"
+        print(text.encode("utf-8", "backslashreplace").decode("utf-8"), file=sys.stderr)
     return COULD_NOT
+
+
+def _described(fault: AffineError) -> dict[str, object]:
+    return {
+        "kind": type(fault).__name__,
+        "message": fault.message,
+        "param": fault.param,
+        "rank": fault.rank,
+        "file": fault.file,
+    }
 
 
 def _os_error(error: OSError) -> str:

@@ -25,6 +25,7 @@ from deepspeed_affine.storage.tensors import FileMaps
 __all__ = ["add_arguments", "run"]
 
 NEWEST_KNOWN = "0.19.8"
+LATEST = "latest_universal"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
             _print(summary, args.json)
             return 0
         if not args.json:
-            print(_headline(summary), flush=True)
+            _say(_headline(summary))
         with StagedFolder(target) as staged:
             try:
                 drifts = find_drift(plan, FlatSources(plan.storages, maps), execution)
@@ -117,14 +118,27 @@ def run(args: argparse.Namespace) -> int:
                     plan = _averaging(plan, drifts)
                     summary["averaged"] = _averaged(plan)
                 summary["bytes_written"] = execute(plan, maps, staged.path, execution)
-                staged.publish(durable=execution.fsync)
+                staged.publish(durable=execution.fsync, files_synced=True)
             except BaseException:
                 if args.keep_temp_folder:
                     staged.keep()
                 raise
-    replace_text(os.path.join(os.path.dirname(target), "latest_universal"), os.path.basename(target))
+    _point_at(target)
     _print(summary, args.json)
     return 0
+
+
+def _point_at(target: str) -> None:
+    """``latest_universal`` beside the output names it, which is where DeepSpeed's loader looks."""
+    pointer = os.path.join(os.path.dirname(target), LATEST)
+    try:
+        replace_text(pointer, os.path.basename(target))
+    except OSError as error:
+        raise PolicyError(
+            f"{pointer}: could not be written ({error.strerror}), while {target} was converted and is complete. Write "
+            f"{os.path.basename(target)!r} into that file, or load with an explicit tag.",
+            file=pointer,
+        ) from error
 
 
 def _positive(text: str) -> int:
@@ -221,7 +235,7 @@ def _summary(checkpoint: Checkpoint, plan: ConversionPlan, execution: ExecutionO
         "truncated": sorted({task.param for task in plan.tensors if task.shape != task.map_shape}),
         "averaged": _averaged(plan),
         "reset": sorted({f"{task.param}/{task.state}" for task in plan.tensors if task.fill == "zero"}),
-        "storages_without_crc": sum(storage.crc32 is None for storage in plan.storages),
+        "storages_without_crc": sum(storage.crc32 is None for storage in plan.checked_storages),
         "notes": list(plan.notes),
         "drift": [],
     }
@@ -238,25 +252,37 @@ def _headline(summary: dict[str, Any]) -> str:
 
 def _print(summary: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        print(json.dumps(summary, indent=2))
+        _say(json.dumps(summary, indent=2))
         return
     written = summary.get("bytes_written")
+    lines = []
     if written is None:
-        print(_headline(summary))
-        print(f"states: {', '.join(summary['states']) or 'none'}")
+        lines += [_headline(summary), f"states: {', '.join(summary['states']) or 'none'}"]
     for key, words in (
         ("truncated", "vocabulary padding cut off"),
         ("averaged", "replicas averaged"),
         ("reset", "reset to zeros"),
     ):
         if summary[key]:
-            print(f"{words}: {', '.join(summary[key])}")
-    for line in [*summary["notes"], *summary["drift"]]:
-        print(f"note: {line}")
+            lines.append(f"{words}: {', '.join(summary[key])}")
+    lines += [f"note: {line}" for line in [*summary["notes"], *summary["drift"]]]
     if summary["storages_without_crc"]:
-        print(f"note: {summary['storages_without_crc']} source storages carry no usable CRC and were not checked")
+        lines.append(
+            f"note: {summary['storages_without_crc']} source storages carry no usable CRC and were not checked"
+        )
     if written is not None:
-        print(f"{summary['output_folder']}: {_size(written)} written")
+        lines.append(f"{summary['output_folder']}: {_size(written)} written")
+    _say("\n".join(lines))
+
+
+def _say(text: str) -> None:
+    """``text`` is printed; a reader that has gone away does not turn a good conversion into a failed one."""
+    # Names may hold what the terminal's encoding, or any encoding, cannot.
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def _size(count: int) -> str:

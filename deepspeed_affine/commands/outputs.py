@@ -6,11 +6,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from deepspeed_affine.commands.tensor_files import source_storage
 from deepspeed_affine.errors import CheckpointFormatError
 from deepspeed_affine.execute.checkpoint import Checkpoint
 from deepspeed_affine.execute.model_file import AUTOEP_KEYS, UC_INFO
 from deepspeed_affine.lowering.reading import refuse
-from deepspeed_affine.plan.conversion import CopiedFile, ObjectFile
+from deepspeed_affine.plan.conversion import CopiedFile, ObjectFile, SourceStorage
 from deepspeed_affine.storage.pt_reader import load_pickle
 
 __all__ = ["copied_files", "object_files"]
@@ -23,13 +24,15 @@ EXPERT_PATTERNS = "expert_parameter_patterns"
 def object_files(checkpoint: Checkpoint) -> list[ObjectFile]:
     """``zero/optimizer_state.pt``, and with experts every model-state file with the layers written into it."""
     size = 0
+    storages: tuple[SourceStorage, ...] = ()
     if checkpoint.stage == 3 and checkpoint.optimizer_file is not None:
         # The file is the first rank's whole optimizer state, tensors included.
         size = os.path.getsize(checkpoint.optimizer_file)
-    files = [ObjectFile("zero/optimizer_state.pt", _optimizer_state(checkpoint), size)]
+        storages = _storages(checkpoint.optimizer_file)
+    files = [ObjectFile("zero/optimizer_state.pt", _optimizer_state(checkpoint), size, storages)]
     if checkpoint.experts:
         files += [
-            ObjectFile(os.path.basename(path), _with_layers(checkpoint, path), os.path.getsize(path))
+            ObjectFile(os.path.basename(path), _with_layers(checkpoint, path), os.path.getsize(path), _storages(path))
             for path in _model_paths(checkpoint)
         ]
     return files
@@ -39,7 +42,14 @@ def copied_files(checkpoint: Checkpoint) -> tuple[CopiedFile, ...]:
     """The model-state files that go into the output as they are."""
     if checkpoint.experts:
         return ()
-    return tuple(CopiedFile(os.path.basename(path), path, os.path.getsize(path)) for path in _model_paths(checkpoint))
+    return tuple(
+        CopiedFile(os.path.basename(path), path, os.path.getsize(path), _storages(path))
+        for path in _model_paths(checkpoint)
+    )
+
+
+def _storages(path: str) -> tuple[SourceStorage, ...]:
+    return tuple(source_storage(ref) for ref in load_pickle(path).archive.storages.values() if ref.nbytes)
 
 
 def _model_paths(checkpoint: Checkpoint) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deepspeed_affine.errors import CheckpointFormatError, IntegrityError, UnsupportedLayoutError
@@ -130,7 +130,15 @@ class TensorFiles:
         pieces, replicas = plan_sources(layout, source.shards, param=name, state=state)
         fill: Fill = "copy"
         if any(piece.scale != 1.0 for piece in pieces):
-            pieces, fill = self._scaled(name, state, pieces)
+            power = self._scale_power(name, state)
+            if power is None:
+                # Nothing is read, so nothing need agree.
+                replicas, fill = (), "zero"
+            elif power != 1:
+                pieces = _rescaled(pieces, power)
+                replicas = tuple(
+                    replace(r, primary=_rescaled(r.primary, power), pieces=_rescaled(r.pieces, power)) for r in replicas
+                )
         if average and fill == "copy" and self.options.on_drift is OnDrift.AVERAGE:
             fill = "average"
         shape = layout.logical_shape
@@ -176,18 +184,19 @@ class TensorFiles:
         if write:
             self.objects.append(ObjectFile(state_path(name, state), first))
 
-    def _scaled(self, name: str, state: str, pieces: tuple[AffinePiece, ...]) -> tuple[tuple[AffinePiece, ...], Fill]:
+    def _scale_power(self, name: str, state: str) -> int | None:
+        """The power of the scale by which ``state`` is to be divided, or None where zeros are written instead."""
         power = SCALE_POWER_BY_STATE.get(state)
         if power == 1:
             self.notes.append(f"{name}: held scaled by its ranks; {state} is divided by the scale")
-            return pieces, "copy"
+            return power
         policy = self.options.scaled_states
         if policy is ScaledStates.RESET:
             self.notes.append(f"{name}: {state} was reset to zeros because the parameter is held scaled")
-            return pieces, "zero"
+            return None
         if policy is ScaledStates.POWER and power is not None:
             self.notes.append(f"{name}: {state} was divided by its scale to the power {power}")
-            return tuple(_rescaled(piece, piece.scale**power) for piece in pieces), "copy"
+            return power
         reason = (
             f"no power of the scale is known for state {state!r}"
             if policy is ScaledStates.POWER
@@ -231,14 +240,17 @@ def _scalar_bytes(value: Any) -> tuple[str, bytes]:
         return value.dtype, os.pread(file.fileno(), value.nbytes, value.byte_offset)
 
 
-def _rescaled(piece: AffinePiece, scale: float) -> AffinePiece:
-    """``piece`` with another scale."""
-    return AffinePiece(
-        piece.shape,
-        piece.source_offset,
-        piece.source_strides,
-        piece.dest_offset,
-        piece.dest_strides,
-        piece.locations,
-        scale,
+def _rescaled(pieces: tuple[AffinePiece, ...], power: int) -> tuple[AffinePiece, ...]:
+    """``pieces`` with every scale raised to ``power``."""
+    return tuple(
+        AffinePiece(
+            piece.shape,
+            piece.source_offset,
+            piece.source_strides,
+            piece.dest_offset,
+            piece.dest_strides,
+            piece.locations,
+            piece.scale**power,
+        )
+        for piece in pieces
     )

@@ -5,11 +5,12 @@ Memory is one arena a thread plus file maps; it does not depend on the size of t
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from deepspeed_affine.execute.prove import Drift, measure_drift
 from deepspeed_affine.execute.sources import FlatSources
 from deepspeed_affine.plan.conversion import ConversionPlan, CopiedFile, ObjectFile, SourceStorage, TensorFile
 from deepspeed_affine.storage.crc import crc32_combine
+from deepspeed_affine.storage.output import sync_file
 from deepspeed_affine.storage.pt_writer import NewTensor, PtLayout, TensorFileWriter, archive_name
 from deepspeed_affine.storage.repickle import save_objects
 from deepspeed_affine.storage.tensors import FileMaps
@@ -33,7 +35,6 @@ __all__ = ["ExecutionOptions", "execute", "find_drift", "memory_bound"]
 CHUNK_BYTES = 8 << 20
 """An arena's size: large enough that calls cost little, small enough to stay in a processor's cache."""
 
-COPY_BYTES = 16 << 20
 BASE_BYTES = 200 << 20
 """What the process itself needs: interpreter, torch, metadata."""
 
@@ -46,12 +47,13 @@ class ExecutionOptions:
     source_crc: bool = True
     fsync: bool = True
     progress: bool = False
+    chunk_bytes: int = CHUNK_BYTES
 
 
 def memory_bound(plan: ConversionPlan, options: ExecutionOptions) -> int:
     """The most memory, in bytes, the conversion holds at once, beside pages of the files it maps."""
     largest = max((task.nbytes for task in plan.tensors), default=0)
-    return BASE_BYTES + 2 * options.workers * min(CHUNK_BYTES, largest)
+    return BASE_BYTES + 2 * options.workers * min(options.chunk_bytes, largest)
 
 
 def find_drift(plan: ConversionPlan, sources: FlatSources, options: ExecutionOptions) -> list[Drift]:
@@ -69,6 +71,10 @@ def execute(plan: ConversionPlan, maps: FileMaps, folder: str, options: Executio
     return _Execution(plan, maps, folder, options).run()
 
 
+class _StoppedError(Exception):
+    """Another job has failed; this one ends without a fault of its own."""
+
+
 class _Execution:
     def __init__(self, plan: ConversionPlan, maps: FileMaps, folder: str, options: ExecutionOptions) -> None:
         self.plan = plan
@@ -79,21 +85,40 @@ class _Execution:
         self.arenas = threading.local()
         self.written = 0
         self.lock = threading.Lock()
+        self.stopped = threading.Event()
+        self.open_files: set[TensorFileWriter] = set()
 
     def run(self) -> int:
-        for directory in sorted({os.path.dirname(self.path(file.path)) for file in self._files()}):
+        for directory in sorted({os.path.dirname(self.path(path)) for path in self.plan.paths}):
             os.makedirs(directory, exist_ok=True)
-        with self._progress() as self.advance, ThreadPoolExecutor(self.options.workers) as pool:
-            futures: list[Future[None]] = [pool.submit(job) for job in self._jobs()]
-            done, rest = wait(futures, return_when=FIRST_EXCEPTION)
-            if rest:
+        with self._progress() as self.advance:
+            pool = ThreadPoolExecutor(self.options.workers)
+            try:
+                futures: list[Future[None]] = [pool.submit(self._guard, job) for job in self._jobs()]
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+            finally:
+                # Also on an interrupt: no thread may go on writing into a folder that is about to be removed.
+                self.stopped.set()
                 pool.shutdown(cancel_futures=True)
-            for future in done:
-                future.result()
+                for file in self.open_files:
+                    file.close()
         return self.written
 
-    def _files(self) -> Iterable[TensorFile | ObjectFile | CopiedFile]:
-        return (*self.plan.tensors, *self.plan.objects, *self.plan.copies)
+    def _guard(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except _StoppedError:
+            pass
+        except BaseException:
+            self.stopped.set()
+            raise
+
+    def check_stopped(self) -> None:
+        """Ends the calling job where another has failed."""
+        if self.stopped.is_set():
+            raise _StoppedError
 
     def path(self, relative: str) -> str:
         return os.path.join(self.folder, *relative.split("/"))
@@ -102,7 +127,7 @@ class _Execution:
         """Large files first, so that no thread is left with one at the end."""
         for task in sorted(self.plan.tensors, key=lambda item: -item.nbytes):
             writer = _TensorWriter(task, self)
-            bounds = list(chunk_bounds(task, max(1, CHUNK_BYTES // task.itemsize)))
+            bounds = list(chunk_bounds(task, max(1, self.options.chunk_bytes // task.itemsize)))
             share = max(1, -(-len(bounds) // (4 * self.options.workers)))
             groups = [bounds[start : start + share] for start in range(0, len(bounds), share)] or [[]]
             writer.expect(len(groups))
@@ -113,7 +138,7 @@ class _Execution:
         for copied in self.plan.copies:
             yield lambda copied=copied: self._copy(copied)  # type: ignore[misc]
         if self.options.source_crc:
-            for storage in self.plan.storages:
+            for storage in self.plan.checked_storages:
                 if storage.crc32 is not None:
                     yield lambda storage=storage: self._check(storage)  # type: ignore[misc]
 
@@ -122,29 +147,31 @@ class _Execution:
 
         found = getattr(self.arenas, "bytes", None)
         if found is None:
-            found = self.arenas.bytes = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+            # A single element may be larger than a chunk made small on purpose.
+            found = self.arenas.bytes = torch.empty(max(self.options.chunk_bytes, 16), dtype=torch.uint8)
+        found = found[: found.numel() // task.itemsize * task.itemsize]
         typed: torch.Tensor = found.view(getattr(torch, task.dtype))
         return typed[:numel]
 
     def _object(self, file: ObjectFile) -> None:
+        self.check_stopped()
         path = self.path(file.path)
-        save_objects(path, file.root, maps=self.maps)
-        self._finish(path)
+        with _naming(path):
+            save_objects(path, file.root, maps=self.maps)
+            self._finish(path)
 
     def _copy(self, file: CopiedFile) -> None:
         path = self.path(file.path)
-        with open(file.source, "rb") as source, open(path, "wb") as target:
-            shutil.copyfileobj(source, target, COPY_BYTES)
+        with _naming(path), open(file.source, "rb") as source, open(path, "wb") as target:
+            while block := source.read(self.options.chunk_bytes):
+                self.check_stopped()
+                target.write(block)
         shutil.copystat(file.source, path)
         self._finish(path)
 
     def _finish(self, path: str) -> None:
         if self.options.fsync:
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync_file(path)
         self.count(os.path.getsize(path))
 
     def count(self, nbytes: int) -> None:
@@ -156,8 +183,9 @@ class _Execution:
         view = memoryview(self.maps.region(storage.file)).cast("B")
         view = view[storage.byte_offset : storage.byte_offset + storage.nbytes]
         found = 0
-        for start in range(0, storage.nbytes, CHUNK_BYTES):
-            found = zlib.crc32(view[start : start + CHUNK_BYTES], found)
+        for start in range(0, storage.nbytes, self.options.chunk_bytes):
+            self.check_stopped()
+            found = zlib.crc32(view[start : start + self.options.chunk_bytes], found)
         if found != storage.crc32:
             raise IntegrityError(
                 f"{storage.file}: storage {storage.key!r} has CRC {found:08x}, its file records {storage.crc32:08x}; "
@@ -194,15 +222,12 @@ class _TensorWriter:
 
     def write(self, bounds: list[tuple[int, int]]) -> None:
         """The intervals are in the file; whoever finishes the last group closes it."""
+        self.execution.check_stopped()
         with self.lock:
             if self.file is None:
                 self.file = self._create()
         file = self.file
-        try:
-            self._write_intervals(file, bounds)
-        except BaseException:
-            file.close()
-            raise
+        self._write_intervals(file, bounds)
         with self.lock:
             self.waiting -= 1
             if self.waiting:
@@ -214,6 +239,7 @@ class _TensorWriter:
 
         itemsize = self.task.itemsize
         for start, stop in bounds:
+            self.execution.check_stopped()
             data = self.filler.contiguous(start, stop)
             if data is None:
                 data = self.execution.arena(self.task, stop - start)
@@ -233,13 +259,32 @@ class _TensorWriter:
         path = self.execution.path(self.task.path)
         layout = PtLayout(root, archive_name(self.task.path))
         self.execution.count(layout.file_size - tensor.nbytes)
-        return TensorFileWriter(path, layout)
+        made = TensorFileWriter(path, layout)
+        with self.execution.lock:
+            self.execution.open_files.add(made)
+        return made
 
     def _complete(self, file: TensorFileWriter) -> None:
-        with file:
-            crc = 0
-            for start in sorted(self.sums):
-                crc = crc32_combine(crc, *self.sums[start])
-            file.finish({"0": crc} if self.sums else {})
-            if self.execution.options.fsync:
-                file.sync()
+        crc = 0
+        for start in sorted(self.sums):
+            crc = crc32_combine(crc, *self.sums[start])
+        file.finish({"0": crc} if self.sums else {})
+        if self.execution.options.fsync:
+            file.sync()
+        file.close()
+        with self.execution.lock:
+            self.execution.open_files.discard(file)
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Gives an error of the operating system the name of the file it happened to, where it has none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror or str(error), path) from error
+    except RuntimeError as error:
+        # torch.save reports a failed write this way, and leaves the reason to be guessed.
+        raise OSError(errno.EIO, f"could not be written ({str(error).splitlines()[0]})", path) from error

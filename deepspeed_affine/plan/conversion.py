@@ -110,21 +110,23 @@ class TensorFile:
 class ObjectFile:
     """One output file that holds a pickled object graph, rewritten from a source file's.
 
-    ``nbytes`` is at most the size of the file it comes from.
+    ``nbytes`` is at most the size of the file it comes from; ``storages`` are those of that file it carries over.
     """
 
     path: str
     root: Any = field(repr=False)
     nbytes: int = 0
+    storages: tuple[SourceStorage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class CopiedFile:
-    """One output file that is a source file, byte for byte."""
+    """One output file that is a source file, byte for byte; ``storages`` are the tensors in it."""
 
     path: str
     source: str
     nbytes: int
+    storages: tuple[SourceStorage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,19 @@ class ConversionPlan:
             *(file.path for file in self.objects),
             *(file.path for file in self.copies),
         )
+
+    @property
+    def checked_storages(self) -> tuple[SourceStorage, ...]:
+        """Every stored storage that reaches the output, once: gathered from, or carried over in its file."""
+        once: dict[tuple[str, str], SourceStorage] = {}
+        carried = [storage for file in self.objects for storage in file.storages]
+        carried += [storage for file in self.copies for storage in file.storages]
+        for storage in (*self.storages, *carried):
+            known = once.setdefault((storage.file, storage.key), storage)
+            # A reference may name fewer elements than the file stores; the checksum is of them all.
+            if storage.nbytes > known.nbytes:
+                once[storage.file, storage.key] = storage
+        return tuple(once.values())
 
     @property
     def bytes_in(self) -> int:

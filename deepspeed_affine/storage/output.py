@@ -10,7 +10,7 @@ from types import TracebackType
 
 from deepspeed_affine.errors import PolicyError
 
-__all__ = ["StagedFolder", "fsync_folder", "fsync_tree", "replace_text"]
+__all__ = ["StagedFolder", "fsync_folder", "fsync_tree", "replace_text", "sync_file"]
 
 
 class StagedFolder:
@@ -27,8 +27,12 @@ class StagedFolder:
         if not self.name:
             raise PolicyError(f"{self.target}: cannot be an output folder; expected a path to create. Choose another.")
         self._refuse_existing()
-        os.makedirs(self.parent, exist_ok=True)
-        self.path = tempfile.mkdtemp(prefix=f".{self.name[:100]}.", suffix=".partial", dir=self.parent)
+        self._made_parents = _make_folders(self.parent)
+        try:
+            self.path = tempfile.mkdtemp(prefix=f".{self.name[:100]}.", suffix=".partial", dir=self.parent)
+        except BaseException:
+            self._remove_parents()
+            raise
         # mkdtemp keeps others out; a published folder is as open as any other new one.
         os.chmod(self.path, 0o777 & ~_umask())
         self._open = True
@@ -56,12 +60,15 @@ class StagedFolder:
                 file=self.target,
             )
 
-    def publish(self, *, durable: bool = True) -> None:
-        """After this the folder is at its target, whole and (unless told otherwise) on the disk."""
+    def publish(self, *, durable: bool = True, files_synced: bool = False) -> None:
+        """After this the folder is at its target, whole and (unless told otherwise) on the disk.
+
+        ``files_synced`` says that whoever wrote the files has synced each, so that only folders are left to sync.
+        """
         if not self._open:
             raise PolicyError(f"{self.target}: was published or discarded before; expected one publication.")
         if durable:
-            fsync_tree(self.path)
+            fsync_tree(self.path, files=not files_synced)
         self._refuse_existing()
         try:
             os.rename(self.path, self.target)
@@ -82,6 +89,34 @@ class StagedFolder:
         if self._open:
             self._open = False
             shutil.rmtree(self.path, ignore_errors=True)
+            self._remove_parents()
+
+    def _remove_parents(self) -> None:
+        """Folders made on the way to the target go again, unless somebody else uses them by now."""
+        for folder in reversed(self._made_parents):
+            try:
+                os.rmdir(folder)
+            except OSError:
+                return
+
+
+def _make_folders(path: str) -> list[str]:
+    """Make ``path`` and what is missing above it; return the folders made, outermost first."""
+    missing = []
+    while not os.path.isdir(path) and os.path.dirname(path) != path:
+        missing.append(path)
+        path = os.path.dirname(path)
+    missing.reverse()
+    made: list[str] = []
+    for folder in missing:
+        try:
+            os.mkdir(folder)
+        except FileExistsError:
+            if os.path.isdir(folder):
+                continue
+            raise
+        made.append(folder)
+    return made
 
 
 def _umask() -> int:
@@ -105,15 +140,20 @@ def fsync_folder(path: str) -> None:
         os.close(fd)
 
 
-def fsync_tree(path: str) -> None:
-    """After this every file and folder under ``path``, and ``path`` itself, is on the disk."""
+def sync_file(path: str) -> None:
+    """After this the bytes of the file are on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def fsync_tree(path: str, *, files: bool = True) -> None:
+    """After this every folder under ``path``, ``path`` itself and (unless told otherwise) every file is on the disk."""
     for folder, _, names in os.walk(path):
-        for name in names:
-            fd = os.open(os.path.join(folder, name), os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+        for name in names if files else ():
+            sync_file(os.path.join(folder, name))
         fsync_folder(folder)
 
 

@@ -172,7 +172,9 @@ class _Storages:
                 return known
             if numel * ITEM_SIZES[dtype] > known.nbytes:
                 raise self._wrong_size(key, dtype, numel, known.nbytes)
-            return StorageRef(path, key, dtype, numel, known.byte_offset, known.crc32, location)
+            # The checksum is of the whole record, so it can vouch for a reference to all of it only.
+            crc = known.crc32 if numel * ITEM_SIZES[dtype] == known.nbytes else None
+            return StorageRef(path, key, dtype, numel, known.byte_offset, crc, location)
         made = self._open(key, dtype, numel, location)
         self.found[key] = made
         return made
