@@ -41,8 +41,8 @@ OPTIMIZER_STATE = "zero/optimizer_state.pt"
 _BLOCK = 1 << 22
 
 RULES: Mapping[str, str] = {
-    "storage_slack": "DeepSpeed saves the truncated vocabulary as a view and so writes the padding rows behind it too; "
-    "we write only what the tensor holds",
+    "storage_slack": "DeepSpeed saves a view (a truncated vocabulary, a parameter in its flat buffer) with the whole "
+    "storage behind it; we write only what the tensor holds",
     "nested_files": "DeepSpeed walks into folders inside the checkpoint folder and mixes their files in; only the "
     "folder's own files are the checkpoint, so both converters were given those",
     "frozen_under_autotp": "DeepSpeed stops at a frozen parameter that tensor parallelism cuts, or writes one rank's "
@@ -145,9 +145,8 @@ class FrozenSlices:
         for path in sorted(Path(folder).glob("*mp_rank_*_model_states.pt")):
             if "_expert_" in path.name:
                 continue
-            shapes = load_pickle(path).root.get("frozen_param_shapes") or {}
             rank = path.name[path.name.index("mp_rank_") :]
-            by_rank.setdefault(rank, {}).update({name: tuple(shape) for name, shape in shapes.items()})
+            by_rank.setdefault(rank, {}).update(_frozen_shapes(load_pickle(path).root))
         if len(by_rank) < 2:
             return cls()
         names = {name for shapes in by_rank.values() for name in shapes}
@@ -158,6 +157,17 @@ class FrozenSlices:
         name = path.removeprefix("zero/").removesuffix("/fp32.pt")
         shards = self.shapes.get(name)
         return path == f"zero/{name}/fp32.pt" and shards is not None and (theirs is None or theirs in shards)
+
+
+def _frozen_shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    listed = state.get("frozen_param_shapes")
+    if listed:
+        return {name: tuple(shape) for name, shape in listed.items()}
+    # ZeRO-1 in full precision lists none: they are what the module holds and neither the optimizer nor a buffer is.
+    known = {name for group in state.get("param_shapes") or () for name in group}
+    known |= set(state.get("buffer_names") or ()) | set(state.get("shared_params") or ())
+    module = state.get("module") or {}
+    return {name: tuple(value.shape) for name, value in module.items() if name not in known and hasattr(value, "shape")}
 
 
 def compare_universal(

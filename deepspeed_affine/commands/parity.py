@@ -202,7 +202,7 @@ def format_table(result: ParityRun, *, every: bool = False) -> str:
 
 def _kind(path: str) -> str:
     if not path.startswith("zero/"):
-        return "(input)" if not path.endswith(".pt") else "model states"
+        return "the run" if not path.endswith(".pt") else "model states"
     name = path.rsplit("/", 1)[1]
     return "zero/" + name if path.count("/") == 1 else f"zero/*/{name}"
 
