@@ -182,8 +182,13 @@ class _Builder:
     def _report_unused(self) -> None:
         if self.flat or not self.lowered:
             return
-        # Experts are placed by their own records; a pattern that names one has still found its parameter.
-        placed = {key for name in self.checkpoint.experts for key in self.info.category_patterns_of(name)}
+        # Experts are placed by their own records, frozen parameters and aliases come from the module; a pattern that
+        # names one of them has still found its parameter.
+        names = {*self.checkpoint.experts}
+        for file in self.checkpoint.model_files:
+            names.update(file.module or (), file.frozen_shapes, file.aliases)
+        names.difference_update(param.name for param in self.lowered)
+        placed = {key for name in names for key in self.info.category_patterns_of(name)}
         unused = tuple(key for key in unused_patterns(self.info, self.lowered) if key not in placed)
         if unused and self.options.strict:
             raise CheckpointFormatError(

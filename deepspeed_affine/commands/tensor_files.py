@@ -11,7 +11,7 @@ from deepspeed_affine.errors import CheckpointFormatError, IntegrityError, Unsup
 from deepspeed_affine.ir import SCALE_POWER_BY_STATE, AffinePiece, ParamAffineMap
 from deepspeed_affine.lowering import keys
 from deepspeed_affine.lowering.policy import OnDrift, ScaledStates
-from deepspeed_affine.lowering.states import ParamStates, ShardKey, shape_numel
+from deepspeed_affine.lowering.states import ParamStates, ShardKey, StoredScalar, shape_numel
 from deepspeed_affine.lowering.stock_rules import StockRules
 from deepspeed_affine.lowering.zero import Fragment, StoredTensor, fragment_pieces
 from deepspeed_affine.plan.conversion import Fill, ObjectFile, ShardPieces, SourceStorage, TensorFile, plan_sources
@@ -161,17 +161,17 @@ class TensorFiles:
             )
         )
 
-    def scalar(self, name: str, state: str, values: Sequence[tuple[ShardKey, int, Any]], *, write: bool) -> None:
+    def scalar(self, name: str, state: str, values: Sequence[StoredScalar], *, write: bool) -> None:
         """The ranks' values of a state that is one number agree; with ``write``, its file is planned."""
-        first_shard, first_rank, first = values[0]
-        expected = _scalar_bytes(first)
-        for shard, rank, value in values[1:]:
-            if _scalar_bytes(value) == expected:
+        first = values[0]
+        expected = _scalar_bytes(first.value)
+        for other in values[1:]:
+            if _scalar_bytes(other.value) == expected:
                 continue
-            fact = (
-                f"parameter {name!r}: state {state!r} differs between {first_shard.label(self.pp_degree)}, "
-                f"dp {first_rank} and {shard.label(self.pp_degree)}, dp {rank}"
+            ours, theirs = (
+                f"{value.shard.label(self.pp_degree)}, dp {value.rank} ({value.file})" for value in (first, other)
             )
+            fact = f"parameter {name!r}: state {state!r} differs between {ours} and {theirs}"
             if self.options.on_drift is OnDrift.FIRST:
                 self.notes.append(f"{fact}; the first is written")
                 break
@@ -179,10 +179,12 @@ class TensorFiles:
                 f"{fact}; every rank must agree. One of the files belongs to another step, or a rank skipped an "
                 "update: take all files from one save, or convert the first rank's value with --on-drift first.",
                 param=name,
-                rank=rank,
+                rank=other.rank,
+                file=other.file,
             )
         if write:
-            self.objects.append(ObjectFile(state_path(name, state), first))
+            stored = (source_storage(first.value.storage),) if isinstance(first.value, TensorRef) else ()
+            self.objects.append(ObjectFile(state_path(name, state), first.value, storages=stored))
 
     def _scale_power(self, name: str, state: str) -> int | None:
         """The power of the scale by which ``state`` is to be divided, or None where zeros are written instead."""

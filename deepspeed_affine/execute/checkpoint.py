@@ -6,6 +6,7 @@ and brings together what they say.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,6 +99,12 @@ def read_checkpoint(path: str) -> Checkpoint:
 
 def _zero_stage(folder: CheckpointFolder) -> int:
     if not folder.optim_files:
+        if os.path.isfile(os.path.join(folder.path, "zero", "optimizer_state.pt")):
+            raise CheckpointFormatError(
+                f"{folder.path}: is a universal checkpoint already; a folder saved by a DeepSpeed engine is expected. "
+                "Pass the folder it was converted from.",
+                file=folder.path,
+            )
         return 0
     file = folder.optim_files[0].path
     optimizer = _optimizer(load_pickle(file).root, file)
@@ -247,8 +254,15 @@ def _read_states(checkpoint: Checkpoint) -> None:
             optimizer = _optimizer(root, file.path)
             place = _placement(checkpoint, root, model_file, shard, dp_rank, file.path)
             if checkpoint.stage == 3:
-                groups = model_file.groups
-                read_zero3(checkpoint.states, optimizer, groups, place, checkpoint.dp_degree, file=file.path)
+                read_zero3(
+                    checkpoint.states,
+                    optimizer,
+                    model_file.groups,
+                    place,
+                    checkpoint.dp_degree,
+                    file=file.path,
+                    model_file=model_file.path,
+                )
             else:
                 read_zero12(checkpoint.states, optimizer, place, model_file.shapes, file=file.path)
         except AffineError as fault:

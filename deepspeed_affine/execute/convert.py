@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_affine.errors import IntegrityError
+from deepspeed_affine.errors import IntegrityError, UnsupportedLayoutError
 from deepspeed_affine.execute.fill import IntervalFiller, chunk_bounds
 from deepspeed_affine.execute.prove import Drift, measure_drift
 from deepspeed_affine.execute.sources import FlatSources
@@ -285,6 +285,11 @@ def _naming(path: str) -> Iterator[None]:
         if error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror or str(error), path) from error
+    except RecursionError as error:
+        raise UnsupportedLayoutError(
+            f"{path}: the objects it is written from are nested deeper than Python can write. Save without them.",
+            file=path,
+        ) from error
     except RuntimeError as error:
         # torch.save reports a failed write this way, and leaves the reason to be guessed.
         raise OSError(errno.EIO, f"could not be written ({str(error).splitlines()[0]})", path) from error

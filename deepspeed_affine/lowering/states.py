@@ -16,7 +16,16 @@ from deepspeed_affine.errors import CheckpointFormatError, UnsupportedLayoutErro
 from deepspeed_affine.lowering.reading import as_count, as_mapping, as_stored, refuse
 from deepspeed_affine.lowering.zero import Fragment, zero3_interval
 
-__all__ = ["ParamStates", "Place", "ShardKey", "StateTable", "read_zero3", "read_zero12", "shape_numel"]
+__all__ = [
+    "ParamStates",
+    "Place",
+    "ShardKey",
+    "StateTable",
+    "StoredScalar",
+    "read_zero3",
+    "read_zero12",
+    "shape_numel",
+]
 
 FP32 = "fp32"
 STEP = "step"
@@ -34,19 +43,28 @@ class ShardKey:
         return f"{axis} {self.tp}" if pp_degree == 1 else f"pp {self.pp}, {axis} {self.tp}"
 
 
+@dataclass(frozen=True, slots=True)
+class StoredScalar:
+    """One rank's value of a state that is one number: a number, or a stored zero-dimensional tensor."""
+
+    shard: ShardKey
+    rank: int
+    value: Any
+    file: str
+
+
 @dataclass(slots=True)
 class ParamStates:
     """What the optimizer files hold of one parameter.
 
     ``tensors[state][shard]`` lists fragments in the order they were read, which tile the shard together;
     ``whole[state][shard]`` lists fragments each of which is the whole shard (Muon's momentum);
-    ``scalars[state]`` lists ``(shard, data-parallel rank, value)``, where a value is a number or a stored
-    zero-dimensional tensor.
+    ``scalars[state]`` lists every rank's value of a state that is one number.
     """
 
     tensors: dict[str, dict[ShardKey, list[Fragment]]] = field(default_factory=dict)
     whole: dict[str, dict[ShardKey, list[Fragment]]] = field(default_factory=dict)
-    scalars: dict[str, list[tuple[ShardKey, int, Any]]] = field(default_factory=dict)
+    scalars: dict[str, list[StoredScalar]] = field(default_factory=dict)
     group: int = 0
 
 
@@ -85,8 +103,8 @@ class StateTable:
     def add_whole(self, at: Place, state: str, fragment: Fragment, group: int) -> None:
         self._entry(at, group).whole.setdefault(state, {}).setdefault(at.shard, []).append(fragment)
 
-    def add_scalar(self, at: Place, state: str, value: Any, group: int) -> None:
-        self._entry(at, group).scalars.setdefault(state, []).append((at.shard, at.rank, value))
+    def add_scalar(self, at: Place, state: str, value: Any, group: int, file: str) -> None:
+        self._entry(at, group).scalars.setdefault(state, []).append(StoredScalar(at.shard, at.rank, value, file))
 
     def _entry(self, at: Place, group: int) -> ParamStates:
         return self.params.setdefault(at.name, ParamStates(group=group))
@@ -141,7 +159,7 @@ def read_zero12(
                 elif _is_flat(value):
                     table.add_fragment(at, state, Fragment(value, start, numel, at.rank), group)
                 elif _is_scalar(value):
-                    table.add_scalar(at, state, value, group)
+                    table.add_scalar(at, state, value, group, file)
                 elif value is None:
                     table.empty_states.add(state)
                 else:
@@ -156,6 +174,7 @@ def read_zero3(
     dp_degree: int,
     *,
     file: str,
+    model_file: str,
 ) -> None:
     """Every partition that one ZeRO-3 file stores is in ``table``.
 
@@ -171,8 +190,8 @@ def read_zero3(
     partitions = _partitions(optimizer.get("ds_zero_partition_groups"), dp_degree, file)
     if len(masters) != len(param_shapes):
         raise CheckpointFormatError(
-            f"{file}: {len(masters)} fp32 sub-groups are stored but the model-state file lists {len(param_shapes)}. "
-            "The files come from different saves, or the optimizer was offloaded to NVMe.",
+            f"{file}: {len(masters)} fp32 sub-groups are stored but {model_file} lists {len(param_shapes)}. The files "
+            "come from different saves, or the optimizer was offloaded to NVMe.",
             file=file,
         )
     for index, shapes in enumerate(param_shapes):
@@ -190,7 +209,7 @@ def read_zero3(
                 if _is_flat(value):
                     table.add_fragment(at, state, Fragment(value, start, held, rank), index)
                 elif _is_scalar(value):
-                    table.add_scalar(at, state, value, index)
+                    table.add_scalar(at, state, value, index, file)
                 elif value is None:
                     table.empty_states.add(state)
                 else:

@@ -52,7 +52,7 @@ class StagedFolder:
         except FileNotFoundError:
             taken = os.path.islink(self.target)
         except NotADirectoryError:
-            taken = True
+            taken = os.path.lexists(self.target)
         if taken:
             raise PolicyError(
                 f"{self.target}: exists already; expected a path to create. Choose another output folder, or move or "
@@ -114,7 +114,7 @@ def _make_folders(path: str) -> list[str]:
         except FileExistsError:
             if os.path.isdir(folder):
                 continue
-            raise
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder) from None
         made.append(folder)
     return made
 

@@ -1,0 +1,351 @@
+"""Files that are damaged, foreign or hostile: one clear error naming the file, and nothing done."""
+
+import errno
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from types import SimpleNamespace
+
+import pytest
+import torch
+from converting import assert_converts, assert_refuses, convert, listing, stored, wrong
+from synthetic import COLUMN, Deep, Foreign, Param, World, make, random_full
+
+from deepspeed_affine.storage import pt_writer
+from deepspeed_affine.storage.pt_reader import load_pickle
+
+
+def small(stage=1, **world):
+    params = [Param("w", random_full((40, 3), 1)), Param("b", random_full((7,), 2), group=1)]
+    params.append(Param("frozen", random_full((5,), 3), kind="frozen"))
+    return make(World(stage=stage, dp=2, **world), params)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_flipped_byte_in_any_storage_is_found_by_its_checksum(tmp_path, capsys, stage):
+    made = small(stage)
+    folder = made.save(tmp_path / "ckpt")
+    for name in made.files:
+        path = os.path.join(folder, name)
+        with open(path, "rb") as file:
+            intact = file.read()
+        for storage in load_pickle(path).archive.storages.values():
+            # Of the files that are neither gathered nor carried over nothing can reach the output.
+            gathered = "optim" in name or stage == 1
+            if not storage.nbytes or not gathered:
+                continue
+            damaged = bytearray(intact)
+            damaged[storage.byte_offset + storage.nbytes // 2] ^= 0x10
+            with open(path, "wb") as file:
+                file.write(damaged)
+            said = assert_refuses(folder, tmp_path, capsys)
+            assert name in said
+            if "CRC" in said:
+                assert "--no-source-crc" in said
+        with open(path, "wb") as file:
+            file.write(intact)
+    assert convert(folder, tmp_path / "out") == 0
+
+
+def test_checksums_can_be_left_out(tmp_path, capsys):
+    made = small()
+    folder = made.save(tmp_path / "ckpt")
+    path = os.path.join(folder, made.optim_name(1))
+    storage = max(load_pickle(path).archive.storages.values(), key=lambda ref: ref.nbytes)
+    with open(path, "r+b") as file:
+        file.seek(storage.byte_offset)
+        file.write(b"\xff")
+    assert convert(folder, tmp_path / "out", "--no-source-crc") == 0
+    assert wrong(made, tmp_path / "out") != []
+
+
+def test_storages_without_a_checksum_are_counted(tmp_path, capsys):
+    made = small()
+    torch.serialization.set_crc32_options(False)
+    try:
+        folder = made.save(tmp_path / "ckpt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert convert(folder, tmp_path / "out") == 0
+    assert "carry no usable CRC" in capsys.readouterr().out
+    assert wrong(made, tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("keep", [0, 1, 100, 0.5, 0.9, -1])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_truncated_files_are_refused_by_name(tmp_path, capsys, stage, keep):
+    made = small(stage)
+    folder = made.save(tmp_path / "ckpt")
+    for name in made.files:
+        path = os.path.join(folder, name)
+        with open(path, "rb") as file:
+            intact = file.read()
+        size = int(len(intact) * keep) if isinstance(keep, float) else (keep if keep >= 0 else len(intact) + keep)
+        with open(path, "wb") as file:
+            file.write(intact[:size])
+        assert name in assert_refuses(folder, tmp_path, capsys)
+        with open(path, "wb") as file:
+            file.write(intact)
+
+
+@pytest.mark.parametrize("content", [b"garbage" * 50, b"PK\x03\x04" + b"\0" * 200, b"\x80\x02}q\0.", b"\x1f\x8b" * 40])
+def test_files_that_are_no_archives(tmp_path, capsys, content):
+    made = small()
+    folder = made.save(tmp_path / "ckpt")
+    for name in (made.optim_name(1), made.model_name()):
+        path = os.path.join(folder, name)
+        with open(path, "rb") as file:
+            intact = file.read()
+        with open(path, "wb") as file:
+            file.write(content)
+        assert name in assert_refuses(folder, tmp_path, capsys)
+        with open(path, "wb") as file:
+            file.write(intact)
+
+
+@pytest.mark.parametrize("root", [None, [], "text", 7, {"a": 1}, torch.zeros(3)])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_files_that_hold_something_else(tmp_path, capsys, root, stage):
+    for name in list(small(stage).files):
+        made = small(stage)
+        made.files[name] = root
+        folder = made.save(tmp_path / "ckpt")
+        assert name in assert_refuses(folder, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_files_of_another_step_or_run(tmp_path, capsys, stage):
+    """Another step is told by its number; other shapes, groups or degrees by their sizes."""
+    others = {
+        "later step": World(stage=stage, dp=2, step=torch.tensor(9.0)),
+        "fewer ranks": World(stage=stage, dp=4),
+    }
+    for reason, world in others.items():
+        made = small(stage)
+        other = make(world, [Param("w", random_full((40, 3), 1)), Param("b", random_full((7,), 2), group=1)])
+        made.files[made.optim_name(1)] = other.files[other.optim_name(1)]
+        folder = made.save(tmp_path / reason)
+        assert assert_refuses(folder, tmp_path, capsys)
+    made = small(stage)
+    larger = make(
+        World(stage=stage, dp=2), [Param("w", random_full((41, 3), 1)), Param("b", random_full((7,), 2), group=1)]
+    )
+    made.files[made.optim_name(1)] = larger.files[larger.optim_name(1)]
+    assert assert_refuses(made.save(tmp_path / "larger"), tmp_path, capsys)
+    renamed = make(
+        World(stage=stage, dp=2), [Param("v", random_full((40, 3), 1)), Param("b", random_full((7,), 2), group=1)]
+    )
+    if stage == 1:
+        made.files[made.optim_name(1)] = renamed.files[renamed.optim_name(1)]
+        assert assert_refuses(made.save(tmp_path / "renamed"), tmp_path, capsys)
+
+
+class Hostile:
+    """Unpickling this runs a command."""
+
+    def __init__(self, command):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("place", ["optim", "model", "param_groups", "module", "uc_info", "key"])
+def test_a_hostile_pickle_does_nothing(tmp_path, stage, place):
+    mark = tmp_path / "executed"
+    made = small(stage)
+    bad = Hostile(f"touch {mark}")
+    if place == "optim":
+        made.optim(1)["loss_scaler"] = bad
+    elif place == "param_groups":
+        inner = made.optim(0)["base_optimizer_state"] if stage == 1 else made.optim(0)["optimizer_state_dict"]
+        inner["param_groups"][0]["lr"] = bad
+    elif place == "module":
+        made.model()["module"]["extra"] = bad
+    elif place == "uc_info":
+        made.model()["universal_checkpoint_info"]["extra"] = bad
+    elif place == "key":
+        made.model()["param_shapes"][0]["v"] = bad
+    else:
+        made.model()["lr_scheduler"] = bad
+    folder = os.path.join(tmp_path, "ckpt")
+    os.mkdir(folder)
+    for name, root in made.files.items():
+        made.files[name] = root
+    made.save(folder)
+    code = convert(folder, tmp_path / "out")
+    assert code == (2 if place == "key" else 0)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_objects_of_classes_that_cannot_be_imported(tmp_path, stage):
+    made = small(stage)
+    for name, root in made.files.items():
+        root["schedule"] = Foreign(values=[1, 2], inner=Foreign(tensor=torch.ones(2)))
+        root.get("optimizer_state_dict", {})["scaler2"] = Foreign(a=1)
+        made.files[name] = root
+    target = assert_converts(made, tmp_path)
+    with zipfile.ZipFile(target / "zero" / "optimizer_state.pt") as archive:
+        data = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+    assert b"my_training.package" in data
+
+
+def test_objects_that_hold_themselves(tmp_path):
+    made = small()
+    loop = []
+    loop.append(loop)
+    made.model()["loop"] = made.optim()["loop"] = loop
+    assert_converts(made, tmp_path)
+
+
+def test_objects_nested_deeper_than_python_can_follow(tmp_path, capsys):
+    made = small()
+    made.model()["deep"] = Deep(100_000)
+    assert_converts(made, tmp_path / "copied")
+    made.optim(1)["deep"] = Deep(100_000)
+    assert_converts(made, tmp_path / "dropped")
+    made.optim(0)["deep"] = Deep(100_000)
+    assert "nested deeper" in assert_refuses(made.save(tmp_path / "ckpt"), tmp_path, capsys)
+
+
+def test_the_disk_is_full(tmp_path, capsys, monkeypatch):
+    made = small()
+    folder = made.save(tmp_path / "ckpt")
+    real = os.pwrite
+    written = []
+
+    def full(fd, data, offset):
+        written.append(len(data))
+        if sum(written) > 3000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(pt_writer.os, "pwrite", full)
+    said = assert_refuses(folder, tmp_path, capsys)
+    assert "No space left on device" in said
+    assert ".pt" in said
+
+
+@pytest.mark.parametrize("file", ["mp_rank_00_model_states.pt", "optimizer_state.pt"])
+def test_the_disk_is_full_for_files_that_are_not_tensors(tmp_path, capsys, monkeypatch, file):
+    folder = small().save(tmp_path / "ckpt")
+    from deepspeed_affine.execute import convert as module
+
+    class Full:
+        def __init__(self, path, mode="r", **options):
+            self.real = open(path, mode, **options)  # noqa: SIM115
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exc):
+            self.real.close()
+
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def read(self, count):
+            return self.real.read(count)
+
+    def full_save(path, obj, **options):
+        # What torch.save makes of it.
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing file")
+
+    if file == "optimizer_state.pt":
+        monkeypatch.setattr(module, "save_objects", full_save)
+        file = ".pt: could not be written"
+    else:
+        monkeypatch.setattr(module, "open", Full, raising=False)
+    assert file in assert_refuses(folder, tmp_path, capsys)
+
+
+def test_a_failing_thread_stops_the_others_and_leaves_no_descriptor_open(tmp_path, capsys, monkeypatch):
+    params = [Param(f"p{n}", random_full((64, 64), n)) for n in range(60)]
+    folder = make(World(dp=2), params).save(tmp_path / "ckpt")
+    real, calls = os.pwrite, []
+
+    def failing(fd, data, offset):
+        calls.append(1)
+        if len(calls) == 30:
+            raise OSError(errno.EIO, "Input/output error")
+        time.sleep(0.001)
+        return real(fd, data, offset)
+
+    convert(make(World(dp=2), params[:2]).save(tmp_path / "warm"), tmp_path / "warm_out")
+    before = len(os.listdir("/proc/self/fd"))
+    threads = threading.active_count()
+    monkeypatch.setattr(pt_writer.os, "pwrite", failing)
+    assert "Input/output error" in assert_refuses(folder, tmp_path, capsys, "--workers", "4")
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert threading.active_count() == threads
+    # 180 files would need far more writes; the others stopped at their next one.
+    assert len(calls) < 60
+
+
+INTERRUPTED = """
+import os, sys, threading, time
+from deepspeed_affine.storage import pt_writer
+real = os.pwrite
+def slow(fd, data, offset):
+    if not os.path.exists(sys.argv[1]):
+        open(sys.argv[1], "w").close()
+    time.sleep(0.05)
+    return real(fd, data, offset)
+pt_writer.os = type("Slow", (), dict(vars(os), pwrite=staticmethod(slow)))
+from deepspeed_affine.cli import ds_to_universal
+sys.exit(ds_to_universal(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("workers", ["1", "4"])
+def test_an_interrupt_leaves_nothing(tmp_path, workers):
+    params = [Param(f"p{n}", random_full((16, 16), n)) for n in range(60)]
+    folder = make(World(dp=2), params).save(tmp_path / "ckpt")
+    started = tmp_path / "started"
+    command = [sys.executable, "-c", INTERRUPTED, str(started), "--affine", "--workers", workers]
+    command += ["--input_folder", folder, "--output_folder", str(tmp_path / "made" / "out")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not started.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "interrupted" in said
+    assert "Traceback" not in said
+    assert listing(tmp_path) == {"ckpt", "started", *(f"ckpt/{name}" for name in os.listdir(folder))}
+
+
+def test_keep_temp_folder_keeps_what_a_failure_left(tmp_path):
+    made = make(World(tp=2), [Param("w", random_full((4,), 1)), Param("u", random_full((4, 2), 2), COLUMN)])
+    made.optim(0, 1)["single_partition_of_fp32_groups"][0][0] += 1
+    folder = made.save(tmp_path / "ckpt")
+    assert convert(folder, tmp_path / "out", "--keep_temp_folder") == 2
+    assert [name for name in os.listdir(tmp_path) if name.endswith(".partial")] != []
+    assert not (tmp_path / "out").exists()
+
+
+def test_pickles_of_every_protocol(tmp_path):
+    made = small()
+    folder = tmp_path / "ckpt"
+    made.save(folder)
+    for protocol in (2, 3, 4, 5):
+        state = make(World(), [Param("w", random_full((4,), 1))])
+        root = state.model()
+        del root["universal_checkpoint_info"]
+        torch.save(
+            root,
+            folder / "other.pt",
+            pickle_protocol=protocol,
+            pickle_module=SimpleNamespace(__name__="p", Pickler=pickle.Pickler),
+        )
+        assert load_pickle(folder / "other.pt").root["param_shapes"][0]["w"] == (4,)
+    assert convert(folder, tmp_path / "out") == 0
+    assert stored(tmp_path / "out", "w", "fp32").shape == (40, 3)
