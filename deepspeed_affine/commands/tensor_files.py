@@ -107,7 +107,7 @@ class TensorFiles:
                 )
             for copy in fragments[shard]:
                 held = ((fragment, self.storage(fragment.tensor)) for fragment in copy)
-                pieces = fragment_pieces(held, shape_numel(shape), param=name, rank=shard.tp)
+                pieces = fragment_pieces(held, shape_numel(shape), param=name, rank=shard.tp, state=state)
                 shards.setdefault(shard.tp, []).append(ShardPieces(pieces, label))
         return Source(dtypes.pop(), {rank: tuple(copies) for rank, copies in shards.items()})
 

@@ -61,7 +61,7 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def fragment_pieces(
-    fragments: Iterable[tuple[Fragment, int]], shard_numel: int, *, param: str, rank: int
+    fragments: Iterable[tuple[Fragment, int]], shard_numel: int, *, param: str, rank: int, state: str = "fp32"
 ) -> tuple[AffinePiece, ...]:
     """The fragments, in data-parallel order, tile the flat shard; the pieces say where each run is stored.
 
@@ -77,7 +77,8 @@ def fragment_pieces(
         stored = _flat_numel(tensor, param, rank)
         if fragment.start + fragment.numel > stored:
             raise CheckpointFormatError(
-                f"parameter {param!r}: tensor-parallel rank {rank}, data-parallel rank {fragment.rank} records "
+                f"parameter {param!r}, state {state!r}: tensor-parallel rank {rank}, data-parallel rank "
+                f"{fragment.rank} records "
                 f"elements [{fragment.start}, {fragment.start + fragment.numel}) of a stored partition of "
                 f"{stored} elements. The optimizer file is damaged: use another checkpoint.",
                 param=param,
@@ -99,8 +100,8 @@ def fragment_pieces(
         address += fragment.numel
     if address != shard_numel:
         raise CheckpointFormatError(
-            f"parameter {param!r}: the fragments of tensor-parallel rank {rank} hold {address} elements, its "
-            f"recorded shape has {shard_numel}. A rank's optimizer file is missing or belongs to another save: "
+            f"parameter {param!r}, state {state!r}: the fragments of tensor-parallel rank {rank} hold {address} "
+            f"elements, its recorded shape has {shard_numel}. A rank's optimizer file is missing or belongs to another save: "
             "check that every file of the folder comes from the same step.",
             param=param,
             rank=rank,

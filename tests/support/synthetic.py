@@ -244,6 +244,8 @@ def make(world: World, params: Sequence[Param], experts: Sequence[ExpertLayer] =
 
 def _values(world: World, param: Param, seed: int) -> dict[str, torch.Tensor]:
     values = {FP32: param.full.to(world.dtype)}
+    if param.kind == "buffer":
+        return {FP32: param.full.float()}
     if param.kind != "optimized":
         return {FP32: param.full.to(world.module_dtype).float()}
     states = param.states
@@ -518,7 +520,7 @@ def _flat_partition(
             touched = [shards[name].reshape(-1) for name in names if name in mapping]
             flat[state] = torch.cat(touched) if touched else torch.empty(0, dtype=dtype)
             continue
-        buffer = torch.full((size * count,), NAN, dtype=dtype)
+        buffer = torch.full((size * count,), NAN if dtype.is_floating_point else 99, dtype=dtype)
         for name in names:
             buffer[starts[name] : starts[name] + shards[name].numel()] = shards[name].reshape(-1)
         part = buffer[low:high].clone()
