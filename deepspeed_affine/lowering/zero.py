@@ -101,8 +101,8 @@ def fragment_pieces(
     if address != shard_numel:
         raise CheckpointFormatError(
             f"parameter {param!r}, state {state!r}: the fragments of tensor-parallel rank {rank} hold {address} "
-            f"elements, its recorded shape has {shard_numel}. A rank's optimizer file is missing or belongs to another save: "
-            "check that every file of the folder comes from the same step.",
+            f"elements, its recorded shape has {shard_numel}. A rank's optimizer file is missing or belongs to another "
+            "save: check that every file of the folder comes from the same step.",
             param=param,
             rank=rank,
         )

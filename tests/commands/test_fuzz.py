@@ -1,0 +1,209 @@
+"""Metadata replaced by anything, anywhere: an error that says what is wrong, or the right tensors. Nothing else."""
+
+import copy
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from converting import is_flat, wrong
+from synthetic import COLUMN, ROW, Cut, ExpertLayer, FragmentAddress, LossScaler, Param, World, make, random_full, save
+
+from deepspeed_affine.cli import ds_to_universal
+from deepspeed_affine.commands import convert as command
+from deepspeed_affine.errors import AffineError
+
+REPLACEMENTS = (
+    None,
+    [],
+    {},
+    (),
+    "",
+    "x",
+    -1,
+    0,
+    3,
+    2**70,
+    1.5,
+    float("nan"),
+    True,
+    b"bytes",
+    [None],
+    {"a": None},
+    {3: 4},
+    torch.zeros(2),
+    torch.zeros(2, 2),
+    LossScaler(a=1),
+    complex(1, 2),
+)
+DELETED = object()
+
+MEANING = ("universal_checkpoint_info", "use_data_before_expert_parallelism")
+"""Metadata that may say something else and still be metadata: the tensors then follow what it says."""
+
+
+def dense(tp):
+    return [
+        Param("emb", random_full((5 * tp, 2), 1), Cut("vocab", original_rows=5 * tp - 1) if tp > 1 else Cut()),
+        Param("up", random_full((2 * tp, 3), 2), COLUMN, group=1),
+        Param("down", random_full((3, 2 * tp), 3), ROW, group=1),
+        Param("qkv", random_full((4 * tp, 2), 4), Cut("sub", sub_sizes=(2 * tp, 2 * tp))),
+        Param("frozen", random_full((3,), 5), kind="frozen"),
+        Param("buffer", random_full((3,), 6), kind="buffer"),
+        Param("emb.alias", random_full((5 * tp, 2), 1), COLUMN, kind="alias", alias_of="emb"),
+    ]
+
+
+def experts(placement, descriptor):
+    weights = {w: random_full((4, 2, 3), 40 + i) for i, w in enumerate(("w1", "w2", "w3"))}
+    return [ExpertLayer("mlp.experts", weights, placement, descriptor=descriptor, group=2)]
+
+
+WORLDS = {
+    "zero1": lambda: make(World(stage=1, dp=2), dense(1)),
+    "zero2-tp2": lambda: make(World(stage=2, tp=2, dp=2), dense(2)),
+    "zero1-pp2": lambda: make(
+        World(tp=1, pp=2, dp=1, layer_files=True),
+        [Param("a", random_full((3,), 1)), Param("b", random_full((3,), 2), stages=(1,))],
+    ),
+    "zero3": lambda: make(World(stage=3, dp=2), dense(1)),
+    "zero3-tp2": lambda: make(World(stage=3, tp=2, dp=2), dense(2)),
+    "experts": lambda: make(World(dp=4), dense(1)[:1], experts(((0, 1), (2, 3)), False)),
+    "experts-placed": lambda: make(World(dp=2), dense(1)[:1], experts(((3, 1), (2, 0, 1)), True)),
+    "experts-folded": lambda: make(World(tp=2, dp=2), dense(2)[:2], experts(((0, 1), (2, 3)), True)),
+    "muon": lambda: make(
+        World(dp=2, states=("momentum_buffer",), whole_states=("momentum_buffer",)),
+        [Param("a", random_full((6, 5), 1)), Param("b", random_full((7, 5), 2))],
+    ),
+}
+
+
+def places(value, path=()):
+    """Every place in a graph of dictionaries, lists and objects."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield (*path, key)
+            yield from places(inner, (*path, key))
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield (*path, index)
+            yield from places(inner, (*path, index))
+    elif isinstance(value, FragmentAddress):
+        for key in vars(value):
+            yield (*path, key)
+
+
+def replaced(value, path, new):
+    """``value`` with the place at ``path`` replaced or, for DELETED, left out."""
+    if not path:
+        return new
+    key, rest = path[0], path[1:]
+    if isinstance(value, FragmentAddress):
+        state = dict(vars(value))
+        state[key] = new
+        if new is DELETED:
+            del state[key]
+        return FragmentAddress(**state)
+    if isinstance(value, dict):
+        result = type(value)(value)
+        if not rest and new is DELETED:
+            del result[key]
+        else:
+            result[key] = replaced(value[key], rest, new)
+        return result
+    items = list(value)
+    if not rest and new is DELETED:
+        del items[key]
+    else:
+        items[key] = replaced(items[key], rest, new)
+    return items if isinstance(value, list) else tuple(items)
+
+
+def outcome(folder, target):
+    """The error's class, or None after success; anything but an AffineError comes through."""
+    arguments = ["--affine", "--no-fsync", "--input_folder", str(folder), "--output_folder", str(target)]
+    seen = []
+    real = command.run
+
+    def run(args):
+        try:
+            return real(args)
+        except (AffineError, OSError):
+            raise
+        except Exception as error:
+            seen.append(error)
+            raise
+
+    command.run = run
+    try:
+        code = ds_to_universal(arguments)
+    finally:
+        command.run = real
+    if seen:
+        raise seen[0]
+    return code
+
+
+def check(made, name, path, new, base, intact):
+    root = replaced(made.files[name], path, new)
+    folder, target = base / "in", base / "out"
+    save(root, folder / name)
+    began = time.monotonic()
+    try:
+        code = outcome(folder, target)
+        assert code in (0, 2)
+        assert time.monotonic() - began < 20
+        if code == 0 and not any(key in MEANING for key in path):
+            faults = wrong(made, target, flat=is_flat(made), skip=("emb.alias", "buffer"))
+            # A tensor of the module that is no tensor any more is reported, and cannot be written.
+            lost = [fault for fault in faults if fault.split("/")[0] in path]
+            assert [fault for fault in faults if fault not in lost] == []
+        elif code == 2:
+            assert not target.exists()
+        assert [entry for entry in os.listdir(base) if entry.endswith(".partial")] == []
+    except Exception as error:
+        raise AssertionError(f"{name}: {path} replaced by {new!r}: {type(error).__name__}: {error}") from error
+    finally:
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copyfile(intact / name, folder / name)
+
+
+def representative(name):
+    """One file of each kind is enough: the first rank's and the last's."""
+    return "rank_0_" in name or "mp_rank_00_model" in name or "rank_1_mp_rank_01" in name
+
+
+def run_world(world, step, offset, capsys):
+    made = WORLDS[world]()
+    base = Path(tempfile.mkdtemp())
+    try:
+        made.save(base / "in")
+        made.save(base / "intact")
+        cases = [
+            (name, path, new)
+            for name, root in made.files.items()
+            if representative(name)
+            for path in places(root)
+            for new in (*REPLACEMENTS, DELETED)
+        ]
+        assert len(cases) > 1000
+        for name, path, new in cases[offset::step]:
+            check(made, name, path, copy.deepcopy(new) if new is not DELETED else new, base, base / "intact")
+            capsys.readouterr()
+    finally:
+        shutil.rmtree(base)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_sample_of_replacements(world, capsys):
+    # A prime step, so that no kind of place always meets the same kind of replacement.
+    run_world(world, 97, 5, capsys)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_replacement(world, capsys):
+    run_world(world, 1, 0, capsys)
