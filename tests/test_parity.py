@@ -189,3 +189,16 @@ def test_a_missing_folder_and_an_unknown_rule_are_refused(tmp_path: Path) -> Non
         ParityRow("x", Verdict.EXPECTED, rule="invented")
     with pytest.raises(PolicyError, match="belongs to an expected difference"):
         ParityRow("x", Verdict.DIFFERENT, rule="storage_slack")
+
+
+def test_frozen_parameters_no_file_lists_are_what_only_the_module_knows(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        state = {
+            "module": {name: torch.zeros(3, 2) for name in ("frozen", "trained", "mean", "tied")},
+            "frozen_param_shapes": None,
+            "param_shapes": [{"trained": torch.Size([3, 2])}],
+            "buffer_names": ["mean"],
+            "shared_params": {"tied": "trained"},
+        }
+        torch.save(state, tmp_path / f"mp_rank_{rank:02d}_model_states.pt")
+    assert FrozenSlices.of(tmp_path).shapes == {"frozen": ((3, 2), (3, 2))}

@@ -79,7 +79,9 @@ class OwnAttention(nn.Module):
 class OwnTransformer(nn.Module):
     """One block that AutoTP cuts by a partition config; needs no transformers."""
 
-    def __init__(self, *, heads: int = 6, kv_heads: int = 3, head_dim: int = 4, vocab: int = 31, mix: int = 0) -> None:
+    def __init__(
+        self, *, heads: int = 6, kv_heads: int = 3, head_dim: int = 4, vocab: int = 31, inner: int = 33, mix: int = 0
+    ) -> None:
         super().__init__()
         width = heads * head_dim
         self.config = SimpleNamespace(
@@ -89,8 +91,8 @@ class OwnTransformer(nn.Module):
         self.attention = OwnAttention(heads, kv_heads, head_dim)
         # Replicated and large, behind layers cut unevenly: data parallelism divides it elsewhere on each TP rank.
         self.mix = nn.Linear(width, mix) if mix else None
-        self.up = nn.Linear(width, 33)
-        self.down = nn.Linear(33, width)
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
 
@@ -255,13 +257,15 @@ class MoeNet(nn.Module):
         return functional.cross_entropy(self.head(hidden).float().flatten(0, 1), tokens.flatten())
 
 
-def build_llama(*, heads: int, kv_heads: int, vocab: int, tied: bool = False, frozen: bool = False) -> nn.Module:
+def build_llama(
+    *, heads: int, kv_heads: int, vocab: int, tied: bool = False, frozen: bool = False, inner: int | None = None
+) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=heads * 4,
-        intermediate_size=2 * heads * 4 + 1,
+        intermediate_size=inner or 2 * heads * 4 + 1,
         num_hidden_layers=1,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
