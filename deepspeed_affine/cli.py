@@ -66,22 +66,27 @@ def ds_affine(argv: Sequence[str] | None = None) -> int:
 
 def _guarded(program: str, run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     """What ``run`` returns; an error becomes a line per fault, an object under ``--json``, and exit code 2."""
+    caught: BaseException
     try:
         return run(args)
     except AffineError as error:
+        caught = error
         faults = [_described(fault) for fault in error.faults]
         lines = error.message.splitlines()
     except OSError as error:
+        caught = error
         lines = [_os_error(error)]
         faults = [{"kind": "OSError", "message": lines[0], "file": error.filename}]
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        caught = error
         lines = ["interrupted; nothing was published"]
         faults = [{"kind": "KeyboardInterrupt", "message": lines[0]}]
     except Exception as error:  # Whatever else it is, it is a fault of this package and not of the user.
+        caught = error
         lines = [f"internal error, {type(error).__name__}: {error}. Please report it with the output of --debug."]
         faults = [{"kind": type(error).__name__, "message": lines[0]}]
     if args.debug:
-        traceback.print_exc()
+        traceback.print_exception(caught)
     if getattr(args, "json", False):
         print(json.dumps({"errors": faults}, indent=2))
     for line in lines:

@@ -158,7 +158,7 @@ class _Execution:
         path = self.path(file.path)
         with _naming(path):
             save_objects(path, file.root, maps=self.maps)
-            self._finish(path)
+            self._finish(path, file.nbytes)
 
     def _copy(self, file: CopiedFile) -> None:
         path = self.path(file.path)
@@ -167,17 +167,18 @@ class _Execution:
                 self.check_stopped()
                 target.write(block)
         shutil.copystat(file.source, path)
-        self._finish(path)
+        self._finish(path, file.nbytes)
 
-    def _finish(self, path: str) -> None:
+    def _finish(self, path: str, planned: int) -> None:
         if self.options.fsync:
             sync_file(path)
-        self.count(os.path.getsize(path))
+        self.count(os.path.getsize(path), planned)
 
-    def count(self, nbytes: int) -> None:
+    def count(self, nbytes: int, planned: int) -> None:
+        """``nbytes`` more are written; they stand for ``planned`` bytes of the plan's ``bytes_out``."""
         with self.lock:
             self.written += nbytes
-            self.advance(nbytes)
+            self.advance(planned)
 
     def _check(self, storage: SourceStorage) -> None:
         view = memoryview(self.maps.region(storage.file)).cast("B")
@@ -249,7 +250,7 @@ class _TensorWriter:
             file.write("0", start * itemsize, view)
             with self.lock:
                 self.sums[start] = (crc, len(view))
-            self.execution.count(len(view))
+            self.execution.count(len(view), len(view))
 
     def _create(self) -> TensorFileWriter:
         tensor = NewTensor(self.task.dtype, self.task.shape)
@@ -258,7 +259,7 @@ class _TensorWriter:
             root = {key: tensor if key == self.task.tensor_key else value for key, value in self.task.entries}
         path = self.execution.path(self.task.path)
         layout = PtLayout(root, archive_name(self.task.path))
-        self.execution.count(layout.file_size - tensor.nbytes)
+        self.execution.count(layout.file_size - tensor.nbytes, 0)
         made = TensorFileWriter(path, layout)
         with self.execution.lock:
             self.execution.open_files.add(made)

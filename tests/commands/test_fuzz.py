@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -157,10 +158,12 @@ def check(made, name, path, new, base, intact):
         assert code in (0, 2)
         assert time.monotonic() - began < 20
         if code == 0 and not any(key in MEANING for key in path):
-            faults = wrong(made, target, flat=is_flat(made), skip=("emb.alias", "buffer"))
             # A tensor of the module that is no tensor any more is reported, and cannot be written.
-            lost = [fault for fault in faults if fault.split("/")[0] in path]
-            assert [fault for fault in faults if fault not in lost] == []
+            skip = ["emb.alias", "buffer", *(key for key in path if isinstance(key, str))]
+            if "state" in path:
+                # A group may have no states yet, and a state may be a number: only the weights are certain.
+                made = replace(made, truth={entry: made.truth[entry] for entry in made.truth if entry[1] == "fp32"})
+            assert wrong(made, target, flat=is_flat(made), skip=skip) == []
         elif code == 2:
             assert not target.exists()
         assert [entry for entry in os.listdir(base) if entry.endswith(".partial")] == []
