@@ -86,6 +86,9 @@ def _measure(
         compared += left.numel
         for block, other in _blocks(left, right):
             unequal = sources.bits(block) != sources.bits(other)
+            if unequal.dim() > len(block.shape):
+                # An element wider than a word differs where any of its words does.
+                unequal = unequal.any(dim=-1)
             count = int(unequal.sum())
             if not count:
                 continue
@@ -109,26 +112,26 @@ def _measure(
 
 
 def _blocks(left: AffinePiece, right: AffinePiece) -> Iterable[tuple[AffinePiece, AffinePiece]]:
-    """The pair cut along its first axis into blocks of bounded size, in order."""
-    if left.numel <= BLOCK_ELEMENTS or not left.shape:
+    """The pair cut along its first axes into blocks of bounded size, in order."""
+    if left.numel <= BLOCK_ELEMENTS:
         yield left, right
         return
-    inner = left.numel // left.shape[0]
-    step = max(1, BLOCK_ELEMENTS // inner)
-    for start in range(0, left.shape[0], step):
-        rows = min(step, left.shape[0] - start)
-        yield from (
-            _blocks(_rows(left, start, rows), _rows(right, start, rows)) if rows < left.shape[0] else ((left, right),)
-        )
+    rows = max(1, BLOCK_ELEMENTS * left.shape[0] // left.numel)
+    for start in range(0, left.shape[0], rows):
+        count = min(rows, left.shape[0] - start)
+        block, other = _rows(left, start, count), _rows(right, start, count)
+        yield from _blocks(block, other) if count == 1 else ((block, other),)
 
 
 def _rows(piece: AffinePiece, start: int, rows: int) -> AffinePiece:
+    """``rows`` of the first axis from ``start`` on; a single one loses the axis."""
+    kept = 0 if rows > 1 else 1
     return AffinePiece(
-        shape=(rows, *piece.shape[1:]) if rows != 1 else piece.shape[1:],
+        shape=(rows, *piece.shape[1:])[kept:],
         source_offset=piece.source_offset + start * piece.source_strides[0],
-        source_strides=piece.source_strides if rows != 1 else piece.source_strides[1:],
+        source_strides=piece.source_strides[kept:],
         dest_offset=piece.dest_offset + start * piece.dest_strides[0],
-        dest_strides=piece.dest_strides if rows != 1 else piece.dest_strides[1:],
+        dest_strides=piece.dest_strides[kept:],
         locations=piece.locations,
         scale=piece.scale,
     )
