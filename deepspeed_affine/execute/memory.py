@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from deepspeed_affine.errors import IntegrityError, InvalidMapError, UnsupportedLayoutError
+from deepspeed_affine.ir.ints import as_integer, coordinates
 from deepspeed_affine.ir.piece import AffinePiece
 
 if TYPE_CHECKING:
@@ -21,6 +22,14 @@ if TYPE_CHECKING:
 __all__ = ["dense", "extract", "rebuild", "strided_view"]
 
 ScaledStates = Literal["refuse", "power"]
+
+_QUANTIZED = frozenset((torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4))
+"""A tensor of these carries a scale beside its numbers; torch ends the process when one is viewed as another dtype."""
+
+_PACKED_FLOATS = frozenset(
+    found for found in (getattr(torch, name, None) for name in ("float4_e2m1fn_x2",)) if found is not None
+)
+"""Two numbers in a byte: copied like any other, but no arithmetic exists for them."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
@@ -31,8 +40,38 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     Piece offsets count from the first element. A shard is often a view into a larger storage, or steps through it
     with a stride, so its own offset and strides say nothing about where a piece's elements are.
     """
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return flat.view(-1)
+    _require_tensor(tensor)
+    quantized = tensor.is_quantized or tensor.dtype in _QUANTIZED
+    if quantized or tensor.is_nested or tensor.layout != torch.strided:
+        kind = "quantized" if quantized else "nested" if tensor.is_nested else str(tensor.layout)
+        raise UnsupportedLayoutError(
+            f"A tensor of dtype {tensor.dtype} is {kind}, so its elements are not one number each at a stride; "
+            "expected a dense tensor. Pass its dense form, or the tensors it is made of one by one."
+        )
+    plain = tensor.detach()
+    if tensor.dtype.is_complex:
+        return plain.resolve_conj().resolve_neg().contiguous().view(-1)
+    # As words, because some dtypes (those below eight bits) have no kernel that copies them.
+    words = plain.resolve_neg().view(_WORDS[tensor.element_size()]).contiguous()
+    return words.view(-1).view(tensor.dtype)
+
+
+def _require_tensor(value: object, rank: int | None = None) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise UnsupportedLayoutError(
+            f"{_given(rank)} is a {type(value).__name__}; expected a torch.Tensor.",
+            rank=rank,
+        )
+    if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise UnsupportedLayoutError(
+            f"{_given(rank)} is a {type(value).__name__}, whose elements lie in other tensors; expected a plain "
+            "tensor. Pass the local or full tensor it stands for.",
+            rank=rank,
+        )
+
+
+def _given(rank: int | None) -> str:
+    return "The given tensor" if rank is None else f"The shard of rank {rank}"
 
 
 def strided_view(tensor: torch.Tensor, shape: tuple[int, ...], offset: int, strides: tuple[int, ...]) -> torch.Tensor:
@@ -62,8 +101,10 @@ def extract(
     The shard holds ``full * scale ** scale_power``, rounded once. ``scale_power`` other than 1 (an optimizer state) is
     refused on a map with scaled pieces unless ``scaled_states`` is ``"power"``.
     """
+    rank = as_integer(rank, "The rank")
     if rank not in layout.shard_shapes:
         raise InvalidMapError(f"Rank {rank} is not a rank of this map; it has {list(layout.ranks)}.", rank=rank)
+    _require_tensor(full_param)
     if full_param.numel() != layout.numel:
         raise InvalidMapError(
             f"The full parameter has {full_param.numel()} elements, but the map describes shape {layout.logical_shape} "
@@ -102,6 +143,11 @@ def rebuild(
     layout.validate()
     flats = _checked_shards(layout, shards)
     dtype, device = _common_kind(flats)
+    if device.type == "meta":
+        raise UnsupportedLayoutError(
+            "The shards are meta tensors, which have no bytes; expected shards to rebuild from. For the shape alone, "
+            "ask the map for logical_shape."
+        )
     _check_scales(layout, dtype, scale_power, scaled_states)
     raw = torch.empty(layout.numel, dtype=dtype, device=device)
     raw_words = _as_words(raw)
@@ -118,6 +164,8 @@ def rebuild(
 
 
 def _checked_shards(layout: ParamAffineMap, shards: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    if not isinstance(shards, Mapping):
+        raise IntegrityError(f"The shards are a {type(shards).__name__}; expected a mapping from rank to tensor.")
     missing = [rank for rank in layout.ranks if rank not in shards]
     if missing:
         raise IntegrityError(
@@ -132,6 +180,7 @@ def _checked_shards(layout: ParamAffineMap, shards: Mapping[int, torch.Tensor]) 
             rank=strangers[0],
         )
     for rank in layout.ranks:
+        _require_tensor(shards[rank], rank)
         expected = layout.shard_numel(rank)
         if shards[rank].numel() != expected:
             raise IntegrityError(
@@ -176,9 +225,10 @@ def _check_scales(layout: ParamAffineMap, dtype: torch.dtype, scale_power: int, 
             "diverge without an error. Pass scaled_states='power' to convert it knowingly, or start the state anew.",
             rank=rank,
         )
-    if not (dtype.is_floating_point or dtype.is_complex) and scale_power != 0:
+    if (not (dtype.is_floating_point or dtype.is_complex) or dtype in _PACKED_FLOATS) and scale_power != 0:
         raise UnsupportedLayoutError(
-            f"Rank {rank} holds a block times {piece.scale}, which {dtype} cannot carry; expected a floating dtype.",
+            f"Rank {rank} holds a block times {piece.scale}, which {dtype} cannot carry; expected a floating "
+            "dtype of eight bits or more.",
             rank=rank,
         )
 
@@ -215,7 +265,7 @@ def _compare_replicas(
     reference = min(piece.locations)
     whom = f"Ranks {reference} and {rank} hold" if rank != reference else f"Rank {rank} holds, at two shard addresses,"
     raise IntegrityError(
-        f"{whom} different bytes for element {_coordinates(offset, layout.logical_shape)} of a parameter of shape "
+        f"{whom} different bytes for element {coordinates(offset, layout.logical_shape)} of a parameter of shape "
         f"{layout.logical_shape}, which ranks {sorted(piece.locations)} must hold alike; {differing} compared elements "
         "differ in all.",
         rank=rank,
@@ -231,14 +281,6 @@ def _offsets_of(piece: AffinePiece, indices: torch.Tensor) -> torch.Tensor:
     return offsets
 
 
-def _coordinates(offset: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    index: list[int] = []
-    for extent in reversed(shape):
-        index.append(offset % extent)
-        offset //= extent
-    return tuple(reversed(index))
-
-
 def _unscaled(layout: ParamAffineMap, raw: torch.Tensor, scale_power: int) -> torch.Tensor:
     """Divide the scaled blocks, reading the stored bytes, so that a block named twice is divided once."""
     scaled = [p for rank, p in layout.pieces() if p.scale != 1.0 and p.numel and rank == min(p.locations)]
@@ -251,9 +293,21 @@ def _unscaled(layout: ParamAffineMap, raw: torch.Tensor, scale_power: int) -> to
 
 
 def _times(block: torch.Tensor, factor: Fraction) -> torch.Tensor:
-    """``block * factor`` with one rounding: by whichever of the factor and its reciprocal a double holds exactly."""
-    wide = block.to(torch.float32) if block.dtype.itemsize == 1 else block
-    number, reciprocal = float(factor), float(1 / factor)
+    """``block * factor`` with one rounding: by whichever of the factor and its reciprocal a double holds exactly.
+
+    In double precision, because torch would round the factor itself to the block's dtype first.
+    """
+    wide = block.to(torch.complex128 if block.dtype.is_complex else torch.float64)
+    try:
+        number, reciprocal = float(factor), float(1 / factor)
+    except OverflowError:
+        raise UnsupportedLayoutError(
+            "A block's scale, taken to this power, is beyond what a double can hold; expected a moderate scale."
+        ) from None
+    if not (number and reciprocal):
+        raise UnsupportedLayoutError(
+            "A block's scale, taken to this power, rounds to zero in a double; expected a moderate scale."
+        )
     product = wide / reciprocal if Fraction(reciprocal) * factor == 1 and Fraction(number) != factor else wide * number
     return product.to(block.dtype)
 

@@ -6,9 +6,10 @@ Names, argument order and meaning are those of ``deepspeed.checkpoint.affine``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from deepspeed_affine.errors import InvalidMapError
-from deepspeed_affine.ir.ints import as_extents, as_integer, row_major_strides
+from deepspeed_affine.ir.ints import as_extents, as_integer, row_major_strides, shown
 from deepspeed_affine.ir.map import ParamAffineMap
 from deepspeed_affine.ir.piece import AffinePiece
 
@@ -56,12 +57,12 @@ def sub_param_map(
     shape = as_extents(shape, "The parameter's shape")
     axis = _axis(shape, partition_dim)
     sizes = as_extents(sub_dim_sizes, "A sub-parameter's size")
-    if len(shard_widths) != len(sizes) or not sizes:
+    widths = _rows(shard_widths, "shard_widths", "A shard width")
+    if len(widths) != len(sizes) or not sizes:
         raise InvalidMapError(
-            f"{len(sizes)} sub-parameters come with {len(shard_widths)} lists of shard widths; expected one each, and "
+            f"{len(sizes)} sub-parameters come with {len(widths)} lists of shard widths; expected one each, and "
             "at least one."
         )
-    widths = [as_extents(row, "A shard width") for row in shard_widths]
     return segmented_map(shape, [(size, False) for size in sizes], axis, len(widths[0]), widths)
 
 
@@ -84,10 +85,9 @@ def segmented_map(
     degree = as_integer(tp_degree, "The tensor-parallel degree")
     everyone = tuple(range(degree))
     blocks: dict[int, list[tuple[int, int, tuple[int, ...]]]] = {rank: [] for rank in everyone}
-    remaining = [as_extents(row, "A split width") for row in split_widths]
+    remaining = _rows(split_widths, "split_widths", "A split width")
     start = 0
-    for number, (raw_size, replicated) in enumerate(segments):
-        size = as_integer(raw_size, "A segment's size")
+    for number, (size, replicated) in enumerate(_segments(segments)):
         if replicated:
             for rank in everyone:
                 blocks[rank].append((start, size, everyone))
@@ -120,9 +120,9 @@ def block_gather_map(
     shape = as_extents(shape, "The parameter's shape")
     axis = _axis(shape, partition_dim)
     size = as_integer(block_size, "The block size")
-    chosen = {
-        as_integer(rank, "A rank"): as_extents(ids, "A block id") for rank, ids in dict(block_ids_by_rank).items()
-    }
+    if not isinstance(block_ids_by_rank, Mapping):
+        raise InvalidMapError(f"block_ids_by_rank is {shown(block_ids_by_rank)}; expected a mapping from rank.")
+    chosen = {as_integer(rank, "A rank"): as_extents(ids, "A block id") for rank, ids in block_ids_by_rank.items()}
     holders: dict[int, set[int]] = {}
     for rank, ids in chosen.items():
         for block in ids:
@@ -184,9 +184,22 @@ def _scalar_split(sizes: tuple[int, ...], partition_dim: int) -> ParamAffineMap:
     )
 
 
+def _rows(value: object, name: str, what: str) -> list[tuple[int, ...]]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise InvalidMapError(f"{name} is {shown(value)}; expected a list of widths for each block.")
+    return [as_extents(row, what) for row in value]
+
+
+def _segments(value: Any) -> list[tuple[int, bool]]:
+    rows = list(value) if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else [value]
+    if not all(isinstance(row, (tuple, list)) and len(row) == 2 for row in rows):
+        raise InvalidMapError(f"segments is {shown(value)}; expected a list of (size, replicated).")
+    return [(as_integer(row[0], "A segment's size"), bool(row[1])) for row in rows]
+
+
 def _axis(shape: tuple[int, ...], partition_dim: int) -> int:
     if isinstance(partition_dim, bool) or not isinstance(partition_dim, int):
-        raise InvalidMapError(f"The partition axis is {partition_dim!r}; expected an integer.")
+        raise InvalidMapError(f"The partition axis is {shown(partition_dim)}; expected an integer.")
     if not -len(shape) <= partition_dim < len(shape):
         raise InvalidMapError(
             f"The partition axis is {partition_dim}, but the parameter's shape {shape} has no such axis."

@@ -59,8 +59,9 @@ def canonical_pieces(pieces: Iterable[AffinePiece], logical_shape: Sequence[int]
 
     The same for every cutting and order of one layout, and maximally merged in N dimensions among pieces of equal
     locations and scale. Shard addresses named twice are an ``InvalidMapError``. ``BudgetExceededError`` is possible in
-    two cases only: strides of different pieces interleave without a common period shorter than 2,000,000 steps, or a
-    set of more than 2**20 blocks has no repetition in it.
+    three cases only: strides of different pieces interleave without a common period shorter than 2,000,000 steps, a
+    set of more than 2**20 blocks has no repetition in it, or thousands of strided blocks stand in no order at all (the
+    columns of a large matrix, permuted at random).
 
     With ``logical_shape`` a digit that runs over whole rows of F is written as rows and columns, so that a block of a
     matrix reads as one. ``ParamAffineMap.canonical`` does so; without it every digit is as long as it can be.
@@ -188,7 +189,8 @@ def _fold(starts: Sequence[Lattice], digits: Digits, budget: Budget) -> Folded:
         if second is None:
             # Nothing lies beyond the lowest point on both sides, so no digit can begin there.
             yield first, digits
-            left = [y for x in left for y in subtract(x, Lattice(*first, ()), budget)]
+            lone = Lattice(*first, ())
+            left = [y for x in left for y in (subtract(x, lone, budget) if x.key <= first[0] <= x.last else [x])]
             fruitless += 1
         else:
             direction = (second[0] - first[0], second[1] - first[1])

@@ -10,7 +10,8 @@ end to start by intersecting them, and cuts off the parts that do not join. Smal
 
 from __future__ import annotations
 
-from collections import defaultdict
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from deepspeed_affine.ir.algebra import overlapping
@@ -20,6 +21,14 @@ __all__ = ["Point", "chains", "listed_chains"]
 
 Point = tuple[int, int]
 """``(shard address, offset in F)``; as a direction, the difference of two."""
+
+Interval = tuple[int, int]
+
+_CROWDED = 4
+"""Overlaps for each segment from which on another projection is looked for."""
+
+_MODULI = 6
+"""How many of the commonest strides are tried as moduli."""
 
 Segment = tuple[int, Lattice]
 """Chains of one length, by the lattice of their first points."""
@@ -42,15 +51,14 @@ def listed_chains(points: Iterable[Point], direction: Point) -> dict[int, list[P
 
 def chains(lattices: Sequence[Lattice], direction: Point, budget: Budget) -> dict[int, list[Lattice]]:
     """First points of the maximal chains of a set of disjoint lattices, by chain length."""
-    segments = [_absorbed(1, lattice, direction) for lattice in lattices]
+    segments = [_absorbed(1, lattice, direction) for lattice in _stacked(lattices)]
     apart: set[tuple[Segment, Segment]] = set()
     while True:
         segments = _compressed(segments, direction)
-        starts = [(x.key, x.last + 1) for _, x in segments]
-        ends = [(x.key + n * direction[0], x.last + n * direction[0] + 1) for n, x in segments]
+        budget.spend(len(segments))
         used: set[int] = set()
         fresh: list[Segment] = []
-        for i, j in overlapping(ends, starts):
+        for i, j in overlapping(*_hulls(segments, direction)):
             pair = (segments[i], segments[j])
             if i in used or j in used or pair in apart:
                 continue
@@ -68,6 +76,79 @@ def chains(lattices: Sequence[Lattice], direction: Point, budget: Budget) -> dic
     for length, lattice in segments:
         found[length].append(lattice)
     return dict(found)
+
+
+def _hulls(segments: Sequence[Segment], direction: Point) -> tuple[list[Interval], list[Interval]]:
+    """Intervals for where chains end and for where they start; a chain ends at a start only where both overlap.
+
+    Equal points are equal in every projection. Most sets are apart in their shard addresses; columns of one matrix
+    overlap there and are apart modulo the length of a row, so the projection with the fewest overlaps is taken.
+    """
+    best, fewest = _projected(segments, direction, 0, 0)
+    if fewest <= _CROWDED * len(segments):
+        return best
+    strides = Counter((side, d[1 + side]) for _, x in segments for d in x.digits for side in (0, 1))
+    for axis, modulus in [(1, 0), *[each for each, _ in strides.most_common(_MODULI)]]:
+        hulls, overlaps = _projected(segments, direction, axis, modulus)
+        if overlaps < fewest:
+            best, fewest = hulls, overlaps
+    return best
+
+
+def _projected(
+    segments: Sequence[Segment], direction: Point, axis: int, modulus: int
+) -> tuple[tuple[list[Interval], list[Interval]], int]:
+    """The intervals in one coordinate (modulo ``modulus`` unless it is zero), and how many pairs overlap."""
+    starts = [_interval(x, axis, modulus, 0) for _, x in segments]
+    ends = [_interval(x, axis, modulus, n * direction[axis]) for n, x in segments]
+    lows, highs = sorted([a for a, _ in starts]), sorted([b for _, b in starts])
+    return (ends, starts), sum([bisect_left(lows, b) - bisect_right(highs, a) for a, b in ends])
+
+
+def _interval(lattice: Lattice, axis: int, modulus: int, shift: int) -> Interval:
+    low, reach = lattice[axis] + shift, 0  # type: ignore[operator]
+    for digit in lattice.digits:
+        step = digit[1 + axis]
+        if not modulus or step % modulus:
+            reach += (digit[0] - 1) * abs(step)
+            low += min(0, (digit[0] - 1) * step)
+    if not modulus:
+        return low, low + reach + 1
+    low %= modulus
+    return (low, low + reach + 1) if low + reach < modulus else (0, modulus)
+
+
+def _stacked(lattices: Sequence[Lattice]) -> list[Lattice]:
+    """The same points, with translates at equal steps taken together as one lattice with one more digit.
+
+    A transposed matrix that arrives column by column has as many lattices as columns, whose hulls all overlap; stacked,
+    it is one. Which translates are taken together does not matter: chains depend on the points alone.
+    """
+    groups: dict[object, list[Lattice]] = defaultdict(list)
+    for lattice in lattices:
+        groups[lattice.digits].append(lattice)
+    found: list[Lattice] = []
+    for group in groups.values():
+        group.sort()
+        at = 0
+        while at < len(group):
+            first, count = group[at], 1
+            if at + 2 < len(group):
+                step = (group[at + 1].key - first.key, group[at + 1].mate - first.mate)
+                if min(step) > 0:
+                    while at + count < len(group) and group[at + count][:2] == (
+                        first.key + count * step[0],
+                        first.mate + count * step[1],
+                    ):
+                        count += 1
+            stack = proper(first.key, first.mate, [*first.digits, (count, *step)]) if count > 2 else []
+            if 0 < len(stack) < count:
+                found += stack
+                at += count
+            else:
+                found.append(first)
+                at += 1
+    return found
 
 
 def _compressed(segments: list[Segment], direction: Point) -> list[Segment]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults
+from deepspeed_affine.ir.ints import shown
 from deepspeed_affine.ir.map import ParamAffineMap
 from deepspeed_affine.ir.piece import AffinePiece
 
 __all__ = ["map_from_dict"]
 
 Built = TypeVar("Built")
+
+_DECIMAL = re.compile(r"0|[1-9][0-9]{0,18}")
 
 _PIECE_KEYS = ("shape", "source", "dest", "locations")
 
@@ -72,10 +76,10 @@ def _piece(entry: object, number: int, where: _Where) -> AffinePiece:
     shape = at.extents(row["shape"], "shape")
     locations = at.extents(row["locations"], "locations")
     if len(set(locations)) != len(locations):
-        raise at.fault(f"lists locations {list(locations)}, one of them twice")
+        raise at.fault(f"lists locations {shown(list(locations))}, one of them twice")
     scale = row.get("scale", 1.0)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise at.fault(f"has scale {scale!r} of type {type(scale).__name__}; expected a number")
+        raise at.fault(f"has scale {shown(scale)} of type {type(scale).__name__}; expected a number")
     return at.built(
         lambda: AffinePiece(shape, source_offset, source_strides, dest_offset, dest_strides, locations, scale)
     )
@@ -112,39 +116,39 @@ class _Where:
             raise self.fault(f"lacks {', '.join(missing)}")
         unknown = [key for key in value if key not in required and key not in optional]
         if unknown:
-            raise self.fault(f"has unknown keys {', '.join(map(repr, unknown))}; expected {', '.join(required)}")
+            raise self.fault(f"has unknown keys {', '.join(map(shown, unknown[:3]))}; expected {', '.join(required)}")
         return value
 
     def extents(self, value: object, what: str) -> tuple[int, ...]:
         if not isinstance(value, (list, tuple)):
-            raise self.fault(f"has {what} {value!r} of type {type(value).__name__}; expected a list of integers")
+            raise self.fault(f"has {what} {shown(value)} of type {type(value).__name__}; expected a list of integers")
         for number in value:
             self.integer(number, what)
         return tuple(value)
 
     def integer(self, value: object, what: str) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
-            raise self.fault(f"has {value!r} of type {type(value).__name__} in its {what}; expected an integer")
+            raise self.fault(f"has {shown(value)} of type {type(value).__name__} in its {what}; expected an integer")
         if value < 0:
-            raise self.fault(f"has {value} in its {what}; expected zero or more")
+            raise self.fault(f"has {shown(value)} in its {what}; expected zero or more")
         return value
 
     def side(self, value: object, what: str) -> tuple[int, tuple[int, ...]]:
         if not isinstance(value, (list, tuple)) or len(value) != 2:
-            raise self.fault(f"has {what} {value!r}; expected [offset, strides]")
+            raise self.fault(f"has {what} {shown(value)}; expected [offset, strides]")
         return self.integer(value[0], f"{what} offset"), self.extents(value[1], f"{what} strides")
 
     def rank(self, key: object, seen: dict[int, object]) -> int:
         rank: int
         if isinstance(key, int) and not isinstance(key, bool):
             rank = key
-        elif isinstance(key, str) and key.isascii() and key.isdecimal() and (key == "0" or key[0] != "0"):
+        elif isinstance(key, str) and _DECIMAL.fullmatch(key):
             rank = int(key)
         else:
-            raise self.fault(f"has rank key {key!r}; expected an integer or its decimal text")
+            raise self.fault(f"has rank key {shown(key)}; expected an integer or its decimal text")
         if rank < 0:
-            raise self.fault(f"has rank key {key!r}; expected zero or more")
+            raise self.fault(f"has rank key {shown(key)}; expected zero or more")
         if rank in seen:
-            raise self.fault(f"names rank {rank} twice, as {seen[rank]!r} and as {key!r}")
+            raise self.fault(f"names rank {rank} twice, as {shown(seen[rank])} and as {shown(key)}")
         seen[rank] = key
         return rank

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults, InvalidMapError
 from deepspeed_affine.ir.codec import map_from_dict
+from deepspeed_affine.ir.ints import shown
 from deepspeed_affine.ir.map import AFFINE_MAP_FORMAT_VERSION, ParamAffineMap
 
 __all__ = ["AffineDocument", "DocumentEntry", "Spelling", "exact_name", "pattern_of", "read_document", "write_document"]
@@ -106,7 +107,7 @@ def read_document(document: object) -> AffineDocument:
     if spelling == "params":
         if rest:
             raise CheckpointFormatError(
-                f"The affine map document has both params and keys beside it, such as {next(iter(rest))!r}. "
+                f"The affine map document has both params and keys beside it, such as {shown(next(iter(rest)))}. "
                 "Expected all parameters in one place."
             )
         rows = document["params"]
@@ -134,24 +135,28 @@ def read_document(document: object) -> AffineDocument:
 
 def _check_version(version: object) -> None:
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise CheckpointFormatError(f"The affine map document has version {version!r}; expected an integer from 1.")
+        raise CheckpointFormatError(
+            f"The affine map document has version {shown(version)}; expected an integer from 1."
+        )
     if version > AFFINE_MAP_FORMAT_VERSION:
         raise CheckpointFormatError(
-            f"The affine map document has version {version}, newer than {AFFINE_MAP_FORMAT_VERSION}, the newest this "
-            "package reads. Use a newer deepspeed_affine."
+            f"The affine map document has version {shown(version)}, newer than {AFFINE_MAP_FORMAT_VERSION}, the newest "
+            "this package reads. Use a newer deepspeed_affine."
         )
 
 
 def _entry(key: object, value: object) -> DocumentEntry:
     if not isinstance(key, str):
-        raise CheckpointFormatError(f"The affine map document has key {key!r}; expected a parameter pattern as text.")
+        raise CheckpointFormatError(
+            f"The affine map document has key {shown(key)}; expected a parameter pattern as text."
+        )
     name = exact_name(key)
     if name is None:
         try:
             re.compile(key)
         except re.error as error:
             raise CheckpointFormatError(
-                f"The affine map document has key {key!r}, which is no pattern: {error}."
+                f"The affine map document has key {shown(key)}, which is no pattern: {error}."
             ) from None
     return DocumentEntry(key, name, map_from_dict(value, name if name is not None else key))
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_affine.errors import Faults, InvalidMapError
-from deepspeed_affine.ir.ints import INT64_MAX, as_extents, as_integer, product
+from deepspeed_affine.ir.ints import INT64_MAX, as_extents, as_integer, product, shown
 from deepspeed_affine.ir.piece import AffinePiece
 
 if TYPE_CHECKING:
@@ -52,13 +52,17 @@ class ParamAffineMap:
     ) -> None:
         put = object.__setattr__
         put(self, "logical_shape", as_extents(logical_shape, "The parameter's shape"))
+        for what, value in (("shard_shapes", shard_shapes), ("pieces_by_rank", pieces_by_rank)):
+            if not isinstance(value, Mapping):
+                raise InvalidMapError(f"A map's {what} are {shown(value)}; expected a mapping from rank.")
         shapes = {
             as_integer(rank, "A rank"): as_extents(shape, f"The shard shape of rank {rank}")
-            for rank, shape in sorted(shard_shapes.items())
+            for rank, shape in shard_shapes.items()
         }
-        pieces = {as_integer(rank, "A rank"): tuple(row) for rank, row in sorted(pieces_by_rank.items())}
+        pieces = {as_integer(rank, "A rank"): _as_row(row, rank) for rank, row in pieces_by_rank.items()}
         for rank in shapes:
             pieces.setdefault(rank, ())
+        shapes = {rank: shapes[rank] for rank in sorted(shapes)}
         put(self, "shard_shapes", MappingProxyType(shapes))
         put(self, "pieces_by_rank", MappingProxyType({rank: pieces[rank] for rank in sorted(pieces)}))
         put(self, "_proved", set())
@@ -131,7 +135,16 @@ class ParamAffineMap:
         return tuple(self.shard_shapes)
 
     def shard_numel(self, rank: int) -> int:
-        return product(self.shard_shapes[rank])
+        """Return how many elements the rank's shard has; a rank the map does not have is an ``InvalidMapError``."""
+        return product(self.shard_shapes[self._known(rank)])
+
+    def _known(self, rank: int) -> int:
+        known = as_integer(rank, "The rank")
+        if known not in self.shard_shapes:
+            raise InvalidMapError(
+                f"Rank {known} is not a rank of this map; it has {shown(list(self.ranks))}.", rank=known
+            )
+        return known
 
     def pieces(self) -> Iterator[tuple[int, AffinePiece]]:
         """Yield ``(rank, piece)`` over the whole map, ranks in order."""
@@ -179,7 +192,7 @@ class ParamAffineMap:
         """Return disjoint regions of the addresses of this rank's shard no piece writes, lowest first."""
         from deepspeed_affine.ir.holding import gaps
 
-        return gaps(self, rank)
+        return gaps(self, self._known(rank))
 
     def holder_regions(self) -> list[tuple[Region, frozenset[int]]]:
         """Return disjoint regions of F with the ranks that hold every element of each, in order of first offset."""
@@ -212,7 +225,8 @@ class ParamAffineMap:
         """Return this rank's maximal 1-D runs; see ``ir.canonical.maximal_runs``."""
         from deepspeed_affine.ir.canonical import maximal_runs
 
-        return maximal_runs(self.pieces_by_rank[rank], self.logical_shape, self.shard_shapes[rank])
+        known = self._known(rank)
+        return maximal_runs(self.pieces_by_rank[known], self.logical_shape, self.shard_shapes[known])
 
     def restrict_rows(self, start: int, stop: int) -> ParamAffineMap:
         """Return the map of rows ``start <= row < stop`` of F's axis 0, partial over the same shards.
@@ -271,6 +285,12 @@ class ParamAffineMap:
         from deepspeed_affine.ir.codec import map_from_dict
 
         return map_from_dict(entry)
+
+
+def _as_row(pieces: object, rank: object) -> tuple[AffinePiece, ...]:
+    if isinstance(pieces, (str, bytes)) or not isinstance(pieces, Iterable):
+        raise InvalidMapError(f"The pieces of rank {shown(rank)} are {shown(pieces)}; expected a sequence of pieces.")
+    return tuple(pieces)
 
 
 def _piece_fault(piece: AffinePiece, rank: int, full: int, shard: int, foreign: frozenset[int]) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_affine.errors import InvalidMapError
-from deepspeed_affine.ir.ints import INT64_MAX, as_extents, as_integer, product
+from deepspeed_affine.ir.ints import INT64_MAX, as_extents, as_integer, product, shown
 
 if TYPE_CHECKING:
     import torch
@@ -76,8 +76,8 @@ class AffinePiece:
                 )
         if last > INT64_MAX or product(shape) > INT64_MAX:
             raise InvalidMapError(
-                f"A piece of shape {shape} at {side} offset {offset} with strides {strides} reaches offset {last}, "
-                "which does not fit in 64 signed bits."
+                f"A piece of shape {shape} at {side} offset {offset} with strides {strides} reaches offset "
+                f"{shown(last)}, which does not fit in 64 signed bits."
             )
 
     @property
@@ -141,7 +141,7 @@ def _as_locations(locations: object) -> frozenset[int]:
     if type(locations) is frozenset and all(type(rank) is int and rank >= 0 for rank in locations) and locations:
         return locations
     if isinstance(locations, (str, bytes)) or not isinstance(locations, Iterable):
-        raise InvalidMapError(f"A piece's locations are {locations!r}; expected a set of ranks.")
+        raise InvalidMapError(f"A piece's locations are {shown(locations)}; expected a set of ranks.")
     ranks = frozenset([as_integer(rank, "A piece's location") for rank in locations])
     if not ranks:
         raise InvalidMapError("A piece's locations name no rank; expected at least the rank that lists it.")
@@ -150,11 +150,11 @@ def _as_locations(locations: object) -> frozenset[int]:
 
 def _as_scale(scale: object) -> float:
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise InvalidMapError(f"A piece's scale is {scale!r} of type {type(scale).__name__}; expected a number.")
+        raise InvalidMapError(f"A piece's scale is {shown(scale)} of type {type(scale).__name__}; expected a number.")
     try:
         factor = float(scale)
     except OverflowError:
-        raise InvalidMapError(f"A piece's scale is {scale!r}; expected a finite number.") from None
+        raise InvalidMapError(f"A piece's scale is {shown(scale)}; expected a finite number.") from None
     if factor == 0.0:
         raise InvalidMapError("A piece's scale is zero, which cannot be undone; expected a non-zero number.")
     if not math.isfinite(factor):

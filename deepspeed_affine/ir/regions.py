@@ -8,7 +8,7 @@ from heapq import merge
 
 from deepspeed_affine.errors import InvalidMapError
 from deepspeed_affine.ir.algebra import lattices, overlapping
-from deepspeed_affine.ir.ints import as_extents, as_integer, product
+from deepspeed_affine.ir.ints import as_extents, as_integer, coordinates, product, row_major_strides
 from deepspeed_affine.ir.lattice import Budget, Lattice, coalesce, intersect, iterate, proper, span, subtract
 from deepspeed_affine.ir.piece import AffinePiece
 
@@ -44,32 +44,21 @@ class Region:
 
     def box(self, tensor_shape: Sequence[int]) -> tuple[slice, ...] | None:
         """The region as one slice per axis of a tensor of this shape, or None when it is not a box of it."""
-        first = _coordinates(self.offset, tensor_shape)
-        last = _coordinates(
+        first = coordinates(self.offset, tensor_shape)
+        last = coordinates(
             self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)), tensor_shape
         )
         extents = [stop - start + 1 for start, stop in zip(first, last, strict=True)]
         if self.numel == 0 or min(extents, default=1) < 1 or product(extents) != self.numel:
             return None
         mine = proper(self.offset, 0, zip(self.shape, self.strides, (0,) * len(self.shape), strict=True))
-        strides, step = [], 1
-        for extent in reversed(tensor_shape):
-            strides.append(step)
-            step *= extent
-        theirs = proper(self.offset, 0, zip(extents, reversed(strides), (0,) * len(extents), strict=True))
+        strides = row_major_strides(tensor_shape)
+        theirs = proper(self.offset, 0, zip(extents, strides, (0,) * len(extents), strict=True))
         return tuple(slice(a, b + 1) for a, b in zip(first, last, strict=True)) if mine == theirs else None
 
     @classmethod
     def of(cls, lattice: Lattice) -> Region:
         return cls(lattice.key, tuple([d[0] for d in lattice.digits]), tuple([d[1] for d in lattice.digits]))
-
-
-def _coordinates(offset: int, shape: Sequence[int]) -> tuple[int, ...]:
-    index: list[int] = []
-    for extent in reversed(shape):
-        index.append(offset % extent if extent else 0)
-        offset //= extent or 1
-    return tuple(reversed(index))
 
 
 def keys_only(lattice: Lattice) -> Lattice:

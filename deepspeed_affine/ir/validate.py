@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from deepspeed_affine.errors import BudgetExceededError, Faults, InvalidMapError
 from deepspeed_affine.ir.algebra import Side, lattices
 from deepspeed_affine.ir.fingerprint import PRIME, Fingerprint
-from deepspeed_affine.ir.ints import product
+from deepspeed_affine.ir.ints import coordinates, product
 from deepspeed_affine.ir.lattice import Budget, Lattice, coalesce, contains
 from deepspeed_affine.ir.piece import AffinePiece
 from deepspeed_affine.ir.regions import Region, complement, distinct, run
@@ -92,7 +92,7 @@ def _address_fault(
     address = _first_fault([(keyed + gaps, [run(0, numel)])], numel, mark)
     writers = [piece for piece in pieces if _keyed_at(piece, "dest", address)]
     times = sum(len(_keyed_at(piece, "dest", address)) for piece in writers)
-    where = f"address {_coordinates(address, shape)} of its shard of shape {shape}"
+    where = f"address {coordinates(address, shape)} of its shard of shape {shape}"
     if not writers:
         region = _grown(keyed, address, numel, shape)
         return InvalidMapError(
@@ -146,14 +146,15 @@ def _examine(layout: ParamAffineMap, whole: bool, mark: Fingerprint) -> InvalidM
     if all(_balanced(identity, mark) for identity in identities):
         return None
     offset = _first_fault(identities, layout.numel, mark)
-    return _holding_fault(layout, offset, classes)
+    return _holding_fault(layout, offset)
 
 
-def _holding_fault(layout: ParamAffineMap, offset: int, classes: list[Lattice]) -> InvalidMapError:
+def _holding_fault(layout: ParamAffineMap, offset: int) -> InvalidMapError:
     holding = [(rank, piece) for rank, piece in layout.pieces() if _keyed_at(piece, "source", offset)]
-    element = f"element {_coordinates(offset, layout.logical_shape)} of the parameter of shape {layout.logical_shape}"
+    element = f"element {coordinates(offset, layout.logical_shape)} of the parameter of shape {layout.logical_shape}"
     if not holding:
-        region = _grown(classes, offset, layout.numel, layout.logical_shape)
+        held = [x for _, piece in layout.pieces() for x in lattices(piece, "source")]
+        region = _grown(held, offset, layout.numel, layout.logical_shape)
         return InvalidMapError(
             f"No rank holds {element}; the first uncovered block is {region}. Expected every element on at least one "
             "rank, or the parameter cannot be rebuilt."
@@ -214,14 +215,6 @@ def _keyed_at(piece: AffinePiece, side: Side, address: int) -> list[Lattice]:
         return []
     found = lattices(piece, side)
     return [x for x in found if contains(x, address) is not None]
-
-
-def _coordinates(offset: int, shape: Sequence[int]) -> tuple[int, ...]:
-    index: list[int] = []
-    for extent in reversed(shape):
-        index.append(offset % extent)
-        offset //= extent
-    return tuple(reversed(index))
 
 
 def _grown(held: list[Lattice], address: int, end: int, shape: tuple[int, ...]) -> str:

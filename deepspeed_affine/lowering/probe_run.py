@@ -27,6 +27,16 @@ Floats = npt.NDArray[np.float64]
 SPREADS = (1.0, 1000.0)
 """The magnitudes of random data: two, so that a threshold inside the function shows."""
 
+_PROBED = frozenset(
+    found
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"),
+        *("float8_e5m2fnuz", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
+    )
+    if (found := getattr(torch, name, None)) is not None
+)
+"""The dtypes that hold a zero, a one and a few more numbers exactly."""
+
 VIEWS_ONLY = "An affine map describes views of F, each times a constant at most."
 
 
@@ -46,6 +56,11 @@ class PartitionRun:
     """A partition function under examination, with the shape and dtype it is examined at."""
 
     def __init__(self, fn: PartitionFn, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        if dtype not in _PROBED:
+            raise UnsupportedLayoutError(
+                f"Probing with dtype {dtype!r}: markers are real numbers; expected a real torch dtype of eight bits or "
+                "more. The layout does not depend on it, so pass another one."
+            )
         self.fn = fn
         self.shape = shape
         self.dtype = dtype
@@ -63,6 +78,8 @@ class PartitionRun:
             found = torch.empty(0, dtype=self.dtype)
         if not isinstance(found, torch.Tensor):
             self.refuse(rank, f"it returned a {type(found).__name__}; expected a tensor, None or a tuple led by one")
+        if found.layout != torch.strided or found.is_nested or found.is_meta:
+            self.refuse(rank, f"it returned a tensor of layout {found.layout} on {found.device}; expected a dense one")
         shard = found.detach()
         shape = self._shapes.setdefault(rank, tuple(shard.shape))
         if shape != tuple(shard.shape):
@@ -81,6 +98,10 @@ class PartitionRun:
         scales = self._marked(rank, torch.ones((), dtype=self.dtype))
         if not bool(np.isfinite(scales).all()):
             self.refuse_by_kind(rank)
+        if not self.dtype.is_floating_point and bool(((scales > 1) | (scales < 0)).any()):
+            self.refuse(
+                rank, f"it multiplies {self.dtype} numbers, which a map cannot undo; probe it with a float dtype"
+            )
         held = scales != 0
         addresses = np.zeros(scales.shape, dtype=np.int64)
         stride = self.numel
@@ -115,8 +136,6 @@ class PartitionRun:
             return 2
         if self.dtype.is_floating_point:
             return max(2, 1 << max(1, int(-math.log2(torch.finfo(self.dtype).eps)) - 3))
-        if self.dtype.is_complex:
-            raise UnsupportedLayoutError(f"Probing is done with real numbers, not {self.dtype}; pass another dtype.")
         return min(torch.iinfo(self.dtype).max, 1 << 40)
 
     def _epsilon(self) -> float:

@@ -15,6 +15,7 @@ import torch
 
 from deepspeed_affine.errors import AffineError, InvalidMapError, UnsupportedLayoutError
 from deepspeed_affine.ir import AffinePiece, ParamAffineMap
+from deepspeed_affine.ir.ints import as_extents, as_integer, coordinates
 from deepspeed_affine.lowering.compress import HOLE, Ints, compress
 from deepspeed_affine.lowering.probe_run import (
     SPREADS,
@@ -52,7 +53,8 @@ def probe(
     zeros that stand for no element of F, and F may have elements nobody holds; without it both are refused.
     Exceptions of the function itself pass through unchanged.
     """
-    run = PartitionRun(partition_fn, tuple(int(extent) for extent in shape), dtype)
+    run = PartitionRun(partition_fn, as_extents(shape, "The parameter's shape"), dtype)
+    world_size = as_integer(world_size, "The world size")
     if world_size < 1:
         raise InvalidMapError(f"A partition over {world_size} ranks holds nothing; expected at least one rank.")
     tables = [run.table(rank) for rank in range(world_size)]
@@ -75,7 +77,7 @@ def assert_partition(
     """The function partitions F exactly as ``map`` says (without ``map``: as some map can say); else an
     ``AssertionError`` naming the first rank and element that differ. Returns the canonical map.
     """
-    shape = tuple(int(extent) for extent in shape)
+    shape = as_extents(shape, "The parameter's shape")
     try:
         found = probe(partition_fn, shape, world_size, dtype=dtype)
     except AffineError as fault:
@@ -99,7 +101,7 @@ def _check_holes(run: PartitionRun, tables: list[RankTable], partial: bool, seed
             run.refuse_by_kind(rank)
         if not partial:
             raise UnsupportedLayoutError(
-                f"The partition function, rank {rank}: shard element {_index(int(holes[0]), table.shape)} and "
+                f"The partition function, rank {rank}: shard element {coordinates(int(holes[0]), table.shape)} and "
                 f"{len(holes) - 1} more depend on no element of F (padding with zeros). Probe with the padded F, or "
                 "pass partial=True to describe the rest.",
                 rank=rank,
@@ -167,9 +169,8 @@ def _prove(run: PartitionRun, found: ParamAffineMap, spread: float, seed: int, p
         _extract(full, found.pieces_by_rank[rank], expected)
         if same_bytes(shard, expected):
             continue
-        if not any(piece.scale != 1.0 for piece in found.pieces_by_rank[rank]) or not _equal_but_rounding(
-            shard, expected
-        ):
+        scaled = any(piece.scale != 1.0 for piece in found.pieces_by_rank[rank])
+        if not (scaled and _equal_but_rounding(shard, expected)):
             run.refuse_by_kind(rank)
 
 
@@ -178,7 +179,7 @@ def _extract(full: torch.Tensor, pieces: Iterable[AffinePiece], shard: torch.Ten
     for piece in pieces:
         block = torch.as_strided(flat_full, piece.shape, piece.source_strides, piece.source_offset)
         target = torch.as_strided(flat_shard, piece.shape, piece.dest_strides, piece.dest_offset)
-        target.copy_(block if piece.scale == 1.0 else block * piece.scale)
+        target.copy_(block if piece.scale == 1.0 else block.double() * piece.scale)
 
 
 def _equal_but_rounding(shard: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -212,11 +213,11 @@ def _difference(found: ParamAffineMap, expected: ParamAffineMap) -> PartitionErr
         if not len(differing):
             continue
         at = int(differing[0])
-        place = f"Rank {rank}, shard element {_index(at, found.shard_shapes[rank])}"
+        place = f"Rank {rank}, shard element {coordinates(at, found.shard_shapes[rank])}"
         if got[at] != want[at]:
+            taken, said = (coordinates(int(table[at]), found.logical_shape) for table in (got, want))
             return PartitionError(
-                f"{place}: the function takes element {_index(int(got[at]), found.logical_shape)} of F, the map says "
-                f"{_index(int(want[at]), found.logical_shape)}.",
+                f"{place}: the function takes element {taken} of F, the map says {said}.",
                 rank=rank,
             )
         (locations, scale), (stated, stated_scale) = kinds[int(got_label[at])], kinds[int(want_label[at])]
@@ -256,11 +257,3 @@ def _places(shape: tuple[int, ...], offset: int, strides: tuple[int, ...]) -> In
     for extent, stride in zip(shape, strides, strict=True):
         places = places[..., None] + np.arange(extent, dtype=np.int64) * stride
     return places.reshape(-1)
-
-
-def _index(address: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    index: list[int] = []
-    for extent in reversed(shape):
-        address, position = divmod(address, extent)
-        index.append(position)
-    return tuple(reversed(index))

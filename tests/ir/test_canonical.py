@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 
 import ir_oracle
 import ir_worlds
@@ -179,3 +180,44 @@ def test_an_address_named_twice_has_no_canonical_form() -> None:
     for call in (canonical_pieces, maximal_runs):
         with pytest.raises(InvalidMapError, match=r"address \(3,\).* 2 times"):
             call([piece, other])
+
+
+def columns(order: list[int], rows: int) -> ParamAffineMap:
+    """Column ``order[j]`` of F is column j of the only shard, each its own piece."""
+    n = len(order)
+    pieces = [AffinePiece((rows,), order[j], (n,), j, (n,), [0]) for j in range(n)]
+    return ParamAffineMap((rows, n), {0: (rows, n)}, {0: pieces})
+
+
+def test_a_transposed_matrix_given_column_by_column_is_one_piece() -> None:
+    n = 16384
+    pieces = [AffinePiece((64,), i * 64, (1,), i, (n,), [0]) for i in range(n)]
+    started = time.perf_counter()
+    form = ParamAffineMap((n, 64), {0: (64, n)}, {0: pieces}).canonical()
+    assert time.perf_counter() - started < 5
+    whole = AffinePiece((n, 64), 0, (64, 1), 0, (1, n), [0])
+    assert form == ParamAffineMap((n, 64), {0: (64, n)}, {0: [whole]}).canonical()
+    assert len(form.pieces_by_rank[0]) == 1
+
+
+@pytest.mark.parametrize("rows", [64, 100_000])
+def test_permuted_columns_have_a_form_whose_size_follows_the_columns(rows: int) -> None:
+    order = list(range(256))
+    random.Random(3).shuffle(order)
+    form = columns(order, rows).canonical()
+    assert len(form.pieces_by_rank[0]) <= 256
+    backwards = columns(list(range(2047, -1, -1)), rows).canonical()
+    assert len(backwards.pieces_by_rank[0]) <= 2048
+
+
+def test_permuted_columns_have_one_form_however_they_are_cut() -> None:
+    order = list(range(24))
+    random.Random(5).shuffle(order)
+    layout = columns(order, 40)
+    points = [
+        AffinePiece((), source, (), dest, (), [0])
+        for piece in layout.pieces_by_rank[0]
+        for source, dest in ir_oracle.pairs(piece)
+    ]
+    listed = ParamAffineMap(layout.logical_shape, layout.shard_shapes, {0: points})
+    assert listed.canonical() == layout.canonical()

@@ -233,3 +233,34 @@ def test_all_faults_of_a_document_are_reported_together() -> None:
     with pytest.raises(AffineError, match="and 2 more") as caught:
         read_document({"version": 1, "params": rows})
     assert len(caught.value.faults) == 12
+
+
+@pytest.mark.parametrize("digits", [20, 5000])
+def test_a_rank_key_of_many_digits_is_refused_in_a_short_message(digits: int) -> None:
+    entry = contiguous_split_map((4,), [2, 2], 0).to_dict()
+    entry["ranks"]["9" * digits] = entry["ranks"].pop(1)
+    with pytest.raises(CheckpointFormatError, match="rank key") as caught:
+        ParamAffineMap.from_dict(entry)
+    assert len(caught.value.message) < 400
+
+
+@pytest.mark.parametrize("path", ["logical_shape", "shard_shape", "offset", "strides", "locations", "scale"])
+def test_a_number_python_cannot_spell_out_is_refused(path: str) -> None:
+    entry = contiguous_split_map((4,), [2, 2], 0).to_dict()
+    piece = entry["ranks"][0]["pieces"][0]
+    huge = 10**6000
+    if path == "logical_shape":
+        entry["logical_shape"] = [huge]
+    elif path == "shard_shape":
+        entry["ranks"][0]["shard_shape"] = [huge]
+    elif path == "offset":
+        piece["source"][0] = huge
+    elif path == "strides":
+        piece["source"][1] = [huge]
+    elif path == "locations":
+        piece["locations"] = [huge]
+    else:
+        piece["scale"] = huge
+    with pytest.raises(AffineError, match=r"too long to show|64 signed bits") as caught:
+        ParamAffineMap.from_dict(entry)
+    assert len(caught.value.message) < 600

@@ -7,6 +7,8 @@ import pickle
 import random
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import ir_oracle
 import ir_worlds
@@ -217,3 +219,28 @@ def test_the_ir_needs_neither_torch_nor_numpy_nor_deepspeed() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: ParamAffineMap((4,), [(4,)], {}),  # type: ignore[arg-type]
+        lambda: ParamAffineMap((4,), {0: (4,)}, [[]]),  # type: ignore[arg-type]
+        lambda: ParamAffineMap((4,), {0: (4,)}, {0: 5}),  # type: ignore[dict-item]
+        lambda: ParamAffineMap((4,), {0: (4,), "1": (4,)}, {}),  # type: ignore[dict-item]
+        lambda: sub_param_map((4,), [4], 4, 0),  # type: ignore[arg-type]
+        lambda: segmented_map((4,), [4], 0, 1, [[4]]),  # type: ignore[list-item]
+        lambda: segmented_map((4,), 4, 0, 1, [[4]]),  # type: ignore[arg-type]
+        lambda: block_gather_map((4,), [[0, 1]], 2, 0),  # type: ignore[arg-type]
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_by_name(build: Callable[[], object]) -> None:
+    with pytest.raises(InvalidMapError, match="expected"):
+        build()
+
+
+@pytest.mark.parametrize("question", ["gaps", "maximal_runs", "shard_numel"])
+@pytest.mark.parametrize("rank", [7, None, [0], "0"])
+def test_a_rank_the_map_does_not_have_is_refused(question: str, rank: Any) -> None:
+    with pytest.raises(InvalidMapError, match="rank"):
+        getattr(contiguous_split_map((4,), [2, 2], 0), question)(rank)

@@ -125,3 +125,14 @@ def test_a_piece_across_a_holder_boundary_is_named() -> None:
 def test_cost_does_not_know_how_many_elements_there_are() -> None:
     contiguous_split_map((2**31, 2**31), [2**30] * 2, 1).validate()
     contiguous_split_map((2**31, 2**31), [2**30, 2**30], 1).validate(partial=True)
+
+
+def test_an_uncovered_block_named_beside_a_wrong_location_holds_nothing_held() -> None:
+    # Ranks 0 and 1 both claim elements 1 to 3; only rank 1 has them, and element 0 nobody has.
+    pieces = {
+        0: [AffinePiece((1,), 3, (1,), 0, (1,), [0, 1])],
+        1: [AffinePiece((3,), 1, (1,), 0, (1,), [0, 1])],
+    }
+    layout = ParamAffineMap((2, 2), {0: (1,), 1: (3,)}, pieces)
+    with pytest.raises(InvalidMapError, match=r"element \(0, 0\) .* uncovered block is \[0:1, 0:1\]"):
+        layout.validate()

@@ -261,3 +261,46 @@ def test_compression_loses_nothing_of_any_table(data):
     found, found_labels = _spread(compress(table.reshape(shape), labels.reshape(shape)), count)
     assert (found_labels == labels).all()
     assert (found[labels != HOLE] == table[labels != HOLE]).all()
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (lambda full, rank: full.to_sparse(), "layout torch.sparse_coo"),
+        (lambda full, rank: full.to("meta"), "on meta"),
+        (lambda full, rank: torch.nested.nested_tensor([full]), "expected a dense one"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_an_answer_without_elements_at_strides_is_refused(answer, text):
+    with pytest.raises(UnsupportedLayoutError, match=text):
+        probe(answer, (4, 6), 2)
+
+
+@pytest.mark.parametrize("name", ["complex64", "qint8", "int4", "float4_e2m1fn_x2", "bits8"])
+def test_a_dtype_that_holds_no_markers_is_refused(name):
+    dtype = getattr(torch, name, name)
+    with pytest.raises(UnsupportedLayoutError, match="Probing with dtype"):
+        probe(lambda full, rank: full.chunk(2)[rank], (4, 6), 2, dtype=dtype)
+
+
+@pytest.mark.parametrize("factor", [2, -1])
+def test_multiplied_integers_are_refused(factor):
+    with pytest.raises(UnsupportedLayoutError, match="multiplies torch.int32"):
+        probe(lambda full, rank: full.chunk(2)[rank] * factor, (4, 6), 2, dtype=torch.int32)
+
+
+def test_an_eight_bit_float_function_may_scale():
+    def scaled(full, rank):
+        return (full.chunk(2)[rank].float() * 0.5).to(full.dtype)
+
+    found = probe(scaled, (4, 6), 2, dtype=torch.float8_e5m2)
+    assert {piece.scale for _, piece in found.pieces()} == {0.5}
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks"), [(8, 2), (None, 2), ((-8, 2), 2), ((8, 2), "2"), ((8, 2), 0), ((8, 2), True)]
+)
+def test_a_shape_or_world_size_of_another_kind_is_refused(shape, ranks):
+    with pytest.raises(InvalidMapError, match="expected"):
+        probe(lambda full, rank: full, shape, ranks)
