@@ -207,11 +207,11 @@ def test_objects_that_hold_themselves(tmp_path):
 
 def test_objects_nested_deeper_than_python_can_follow(tmp_path, capsys):
     made = small()
-    made.model()["deep"] = Deep(100_000)
+    made.model()["deep"] = Deep(5_000)
     assert_converts(made, tmp_path / "copied")
-    made.optim(1)["deep"] = Deep(100_000)
+    made.optim(1)["deep"] = Deep(5_000)
     assert_converts(made, tmp_path / "dropped")
-    made.optim(0)["deep"] = Deep(100_000)
+    made.optim(0)["deep"] = Deep(5_000)
     assert "nested deeper" in assert_refuses(made.save(tmp_path / "ckpt"), tmp_path, capsys)
 
 

@@ -7,6 +7,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -210,3 +211,39 @@ def test_a_sample_of_replacements(world, capsys):
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_replacement(world, capsys):
     run_world(world, 1, 0, capsys)
+
+
+def run_bytes(count, seed, capsys):
+    """Bytes of the files changed anywhere: in tensors, in the pickle, in the archive's own records."""
+    random = Random(seed)
+    made = WORLDS["zero2-tp2"]()
+    base = Path(tempfile.mkdtemp())
+    try:
+        made.save(base / "in")
+        made.save(base / "intact")
+        names = sorted(made.files)
+        for _ in range(count):
+            name = random.choice(names)
+            data = bytearray((base / "intact" / name).read_bytes())
+            for _ in range(random.choice([1, 1, 4])):
+                data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+            (base / "in" / name).write_bytes(data)
+            code = outcome(base / "in", base / "out")
+            assert code in (0, 2)
+            if code == 0:
+                assert wrong(made, base / "out", skip=("emb.alias",)) == []
+            shutil.rmtree(base / "out", ignore_errors=True)
+            shutil.copyfile(base / "intact" / name, base / "in" / name)
+            capsys.readouterr()
+    finally:
+        shutil.rmtree(base)
+
+
+def test_changed_bytes_never_change_a_tensor(capsys):
+    run_bytes(60, 1, capsys)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("seed", range(4))
+def test_many_changed_bytes_never_change_a_tensor(capsys, seed):
+    run_bytes(1000, seed + 2, capsys)
