@@ -48,12 +48,19 @@ class ModuleTensors:
     def add_unsliced(self) -> None:
         """Every module tensor without optimizer slices is planned (ZeRO 0 to 2)."""
         faults = Faults()
-        for name, found in self._unsliced().items():
+        unsliced = self._unsliced()
+        for name, found in unsliced.items():
             try:
                 self._add(name, found)
             except AffineError as fault:
                 faults.add(fault)
         faults.raise_if_any()
+        if self.checkpoint.stage:
+            owned = sorted(name for name in unsliced if name in self.checkpoint.shapes)
+            if owned:
+                self.files.notes.append(
+                    f"no optimizer file has a slice of {', '.join(owned)}; the weights are the module's, without states"
+                )
 
     def add_frozen_partitions(self) -> None:
         """The frozen parameters of a tensor-parallel ZeRO-3 checkpoint are planned; without tensor parallelism

@@ -192,7 +192,7 @@ def test_p20_a_drifted_frozen_replica_is_refused(tmp_path, capsys):
     assert "'frozen'" in assert_refuses(made.save(tmp_path / "ckpt"), tmp_path, capsys)
 
 
-def test_parameters_that_never_got_a_gradient_keep_their_weight(tmp_path):
+def test_parameters_that_never_got_a_gradient_keep_their_weight(tmp_path, capsys):
     made = make(World(dp=2), [*dense(), Param("unused", random_full((3,), 9), group=2)])
     for dp in range(2):
         optimizer = made.optim(dp)
@@ -201,6 +201,7 @@ def test_parameters_that_never_got_a_gradient_keep_their_weight(tmp_path):
     for state in ("exp_avg", "exp_avg_sq"):
         del made.truth["unused", state]
     assert_converts(made, tmp_path)
+    assert "no optimizer file has a slice of unused" in capsys.readouterr().out
 
 
 def test_a_parameter_nobody_stores_is_refused(tmp_path, capsys):
