@@ -154,7 +154,7 @@ def _entry(key: object, value: object) -> DocumentEntry:
     if name is None:
         try:
             re.compile(key)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise CheckpointFormatError(
                 f"The affine map document has key {shown(key)}, which is no pattern: {error}."
             ) from None

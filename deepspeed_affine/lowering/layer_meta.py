@@ -12,7 +12,10 @@ from typing import Any, NoReturn
 
 from deepspeed_affine.errors import CheckpointFormatError, InvalidMapError, UnsupportedLayoutError
 from deepspeed_affine.ir import ParamAffineMap, contiguous_split_map, replicated_map, sub_param_map
+from deepspeed_affine.ir.codec import map_from_dict
+from deepspeed_affine.ir.ints import INT64_MAX, as_extents, as_integer, shown
 from deepspeed_affine.lowering import keys
+from deepspeed_affine.lowering.uc_info import metadata_version
 
 __all__ = ["lower_layer_meta"]
 
@@ -34,7 +37,14 @@ def lower_layer_meta(
     """
     if not meta:
         return None
-    return _Meta(meta, tp_degree, tuple(int(dim) for dim in full_shape), param).lower()
+    if not isinstance(meta, Mapping):
+        raise CheckpointFormatError(
+            f"Restore metadata is {shown(meta)}; expected the dictionary a layer puts on its parameter.", param=param
+        )
+    degree = as_integer(tp_degree, "The tensor-parallel degree")
+    if not degree:
+        raise InvalidMapError("The tensor-parallel degree is 0; expected at least one rank.", param=param)
+    return _Meta(meta, degree, as_extents(full_shape, "The shape of F"), param).lower()
 
 
 class _Meta:
@@ -49,6 +59,8 @@ class _Meta:
 
     def lower(self) -> ParamAffineMap | None:
         conversion = self.meta.get("conversion") or {}
+        if not isinstance(conversion, Mapping):
+            self._invalid(f"its conversion entry is {shown(conversion)} and no dictionary")
         reason = conversion.get("unsupported_reason")
         if reason:
             raise UnsupportedLayoutError(
@@ -67,7 +79,7 @@ class _Meta:
         return found.canonical()
 
     def _stored_map(self, stored: Any) -> ParamAffineMap:
-        found = stored if isinstance(stored, ParamAffineMap) else ParamAffineMap.from_dict(stored)
+        found = stored if isinstance(stored, ParamAffineMap) else map_from_dict(stored, self.param)
         if found.numel != math.prod(self.full_shape):
             self._invalid(
                 f"its affine_map describes {found.logical_shape} ({found.numel} elements), the universal tensor has "
@@ -79,7 +91,7 @@ class _Meta:
         return found
 
     def _described(self) -> ParamAffineMap | None:
-        dim = self.meta.get("partition_dim")
+        dim = self._integer("partition_dim")
         if self.meta.get("replicated", False):
             if dim is not None:
                 self._invalid(f"it says replicated and partition_dim {dim} at once")
@@ -90,7 +102,7 @@ class _Meta:
         shape = self._extents(logical, "logical_shape")
         if math.prod(shape) != math.prod(self.full_shape):
             self._invalid(f"its logical_shape {shape} has another number of elements than F's {self.full_shape}")
-        axis, sizes = self._sub_params(int(dim), shape)
+        axis, sizes = self._sub_params(dim, shape)
         if not -len(shape) <= axis < len(shape):
             self._invalid(f"its partition_dim {axis} is no axis of {shape}")
         axis %= len(shape)
@@ -112,19 +124,24 @@ class _Meta:
         if spec is None:
             return dim, None
         if hasattr(spec, "shape") and hasattr(spec, "partition_dim"):
-            spec, dim = spec.shape, int(spec.partition_dim)
-        if not -len(spec) <= dim < len(spec) or len(spec) != len(shape):
-            self._invalid(f"its sub_param_shape {spec!r} does not fit logical_shape {shape} and partition_dim {dim}")
+            spec, dim = spec.shape, self._as_integer(spec.partition_dim, "sub_param_shape's partition_dim")
+        if not isinstance(spec, list | tuple) or not -len(spec) <= dim < len(spec) or len(spec) != len(shape):
+            self._invalid(
+                f"its sub_param_shape {shown(spec)} does not fit logical_shape {shape} and partition_dim {dim}"
+            )
         entry = spec[dim]
         if isinstance(entry, list | tuple):
             return dim, self._extents(entry, "sub_param_shape")
         extent = shape[dim]
         if entry is None or entry == -1 or entry == extent:
             return dim, (extent,)
+        entry = self._as_integer(entry, "sub_param_shape's entry")
         # Metadata of before 0.4 states a count here; as a width it would account for a fraction of the axis.
         if self._version() < keys.WIDTHS_VERSION and entry > 0 and extent % entry == 0:
-            return dim, (extent // entry,) * int(entry)
-        return self._invalid(f"its sub_param_shape {spec!r} states {entry} along axis {dim}, whose extent is {extent}")
+            return dim, (extent // entry,) * entry
+        return self._invalid(
+            f"its sub_param_shape {shown(spec)} states {shown(entry)} along axis {dim}, whose extent is {extent}"
+        )
 
     def _sub_param_map(self, shape: Shape, axis: int, sizes: Shape) -> ParamAffineMap:
         if sum(sizes) != shape[axis]:
@@ -139,6 +156,8 @@ class _Meta:
                 param=self.param,
             )
         else:
+            if not isinstance(recorded, list | tuple):
+                self._invalid(f"its {keys.SHARD_WIDTHS} {shown(recorded)} is no list of per-rank widths")
             widths = [self._extents(row, keys.SHARD_WIDTHS) for row in recorded]
             if len(widths) != len(sizes):
                 self._invalid(f"it has {len(sizes)} sub-parameters and {len(widths)} rows of {keys.SHARD_WIDTHS}")
@@ -163,12 +182,23 @@ class _Meta:
 
     def _extents(self, value: Any, what: str) -> Shape:
         values = value if isinstance(value, list | tuple) else (value,)
-        if any(isinstance(entry, bool) or not hasattr(entry, "__index__") or entry < 0 for entry in values):
-            self._invalid(f"its {what} {value!r} is no list of extents")
-        return tuple(int(entry) for entry in values)
+        extents = tuple(self._as_integer(entry, what) for entry in values)
+        if any(extent < 0 for extent in extents):
+            self._invalid(f"its {what} {shown(value)} is no list of extents")
+        return extents
+
+    def _integer(self, key: str) -> int | None:
+        value = self.meta.get(key)
+        return None if value is None else self._as_integer(value, key)
+
+    def _as_integer(self, value: Any, what: str) -> int:
+        number = None if isinstance(value, bool) or not hasattr(value, "__index__") else int(value)
+        if number is None or abs(number) > INT64_MAX:
+            self._invalid(f"its {what} holds {shown(value)}, which is no extent")
+        return number
 
     def _version(self) -> float:
-        return float(self.meta.get(keys.VERSION, 0.0))
+        return metadata_version(self.meta.get(keys.VERSION))
 
     def _invalid(self, fact: str) -> NoReturn:
         raise InvalidMapError(f"{self.subject}: {fact}; the metadata belongs to another parameter.", param=self.param)

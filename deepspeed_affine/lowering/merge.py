@@ -7,12 +7,14 @@ used; the answer is geometry and no longer depends on what the parameter means. 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from deepspeed_affine.errors import CheckpointFormatError, InvalidMapError, UnsupportedLayoutError
+from deepspeed_affine.errors import AffineError, CheckpointFormatError, InvalidMapError, UnsupportedLayoutError
 from deepspeed_affine.ir import AffinePiece, ParamAffineMap, contiguous_split_map, replicated_map, sub_param_map
+from deepspeed_affine.ir.ints import as_extents
 from deepspeed_affine.lowering import keys
 from deepspeed_affine.lowering.lowered import Category, LoweredParam, Rule
 from deepspeed_affine.lowering.sub_params import resolve_sub_params
@@ -40,7 +42,8 @@ def lower_param(
         raise CheckpointFormatError(
             f"Parameter {name}: {len(shapes)} shard shapes for {degree} tp ranks; expected one for each.", param=name
         )
-    recorded = [None if shape is None else tuple(int(dim) for dim in shape) for shape in shapes]
+    with _naming(name):
+        recorded = [None if shape is None else as_extents(shape, "A recorded shard shape") for shape in shapes]
     found = info.affine_map(name)
     category = _categorise(info, name, superseded=found is not None)
     rule, pattern = category.rule, category.pattern
@@ -58,8 +61,10 @@ def lower_param(
                 "partition function.",
                 param=name,
             )
-        param_map, view = _from_category(info, category, name, _complete(name, recorded))
-    param_map = _named(name, param_map)
+        with _naming(name):
+            param_map, view = _from_category(info, category, name, _complete(name, recorded))
+    with _naming(name):
+        param_map = _proved(param_map)
     truncate_rows, notes = _vocabulary(info, category, name, param_map.logical_shape)
     return LoweredParam(
         name=name,
@@ -175,7 +180,7 @@ def _replicated(name: str, category: Category, shapes: list[Shape]) -> ParamAffi
 
 def _two_sub_params(name: str, shapes: list[Shape]) -> ParamAffineMap:
     full = _joined_shape(name, shapes, 0, keys.TWO_SUB_PARAMS)
-    heights = [_height(shape) for shape in shapes]
+    heights = _sizes(shapes, full, 0)
     # DeepSpeed halves each shard with torch.chunk, which gives the odd row to the first half.
     firsts = [(height + 1) // 2 for height in heights]
     seconds = [height // 2 for height in heights]
@@ -187,14 +192,14 @@ def _concatenated(name: str, category: Category, shapes: list[Shape]) -> ParamAf
     if len(shapes) == 1 and axis < max(1, len(shapes[0])):
         return replicated_map(shapes[0], 1)
     full = _joined_shape(name, shapes, axis, category.rule.value)
-    sizes = [shape[axis] if math.prod(shape) else 0 for shape in shapes]
-    if not any(sizes):
-        sizes = [shape[axis] if len(shape) == len(full) else 0 for shape in shapes]
-    return _with_shapes(contiguous_split_map(full, sizes, axis), shapes)
+    return _with_shapes(contiguous_split_map(full, _sizes(shapes, full, axis), axis), shapes)
 
 
-def _height(shape: Shape) -> int:
-    return shape[0] if math.prod(shape) else 0
+def _sizes(shapes: list[Shape], full: Shape, axis: int) -> list[int]:
+    """What each rank adds to ``full`` along ``axis``; a shard without elements adds nothing while others have some."""
+    if any(math.prod(shape) for shape in shapes):
+        return [shape[axis] if math.prod(shape) else 0 for shape in shapes]
+    return [shape[axis] if len(shape) == len(full) else 0 for shape in shapes]
 
 
 def _joined_shape(name: str, shapes: list[Shape], axis: int, rule: str) -> Shape:
@@ -231,12 +236,15 @@ def _with_shapes(built: ParamAffineMap, shapes: Sequence[Shape]) -> ParamAffineM
     return ParamAffineMap(built.logical_shape, dict(enumerate(shapes)), pieces)
 
 
-def _named(name: str, param_map: ParamAffineMap) -> ParamAffineMap:
-    """``param_map`` canonical and proved, its faults naming the parameter."""
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Give faults that do not know which parameter they are about its name."""
     try:
-        return _proved(param_map)
-    except InvalidMapError as fault:
-        raise InvalidMapError(f"Parameter {name}: {fault.message}", param=name, rank=fault.rank) from fault
+        yield
+    except AffineError as fault:
+        if fault.param is not None:
+            raise
+        raise type(fault)(f"Parameter {name}: {fault.message}", param=name, rank=fault.rank) from fault
 
 
 @lru_cache(maxsize=1024)

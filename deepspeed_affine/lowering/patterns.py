@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from deepspeed_affine.errors import CheckpointFormatError
 from deepspeed_affine.ir import exact_name
+from deepspeed_affine.ir.ints import shown
 
 __all__ = ["PatternList"]
 
@@ -32,7 +33,7 @@ class PatternList:
         for key in keys:
             if type(key) is not str:
                 raise CheckpointFormatError(
-                    f"{entry} holds {key!r}, a {type(key).__name__}; expected parameter name patterns as strings."
+                    f"{entry} holds {shown(key)}, a {type(key).__name__}; expected parameter name patterns as strings."
                 )
             if key in kept:
                 continue
@@ -43,9 +44,9 @@ class PatternList:
                 continue
             try:
                 legacy.append((key, re.compile(key)))
-            except re.error as fault:
+            except (re.error, OverflowError, RecursionError) as fault:
                 raise CheckpointFormatError(
-                    f"{entry} holds the pattern {key!r}, which is not a regular expression ({fault}); "
+                    f"{entry} holds the pattern {shown(key)}, which is not a regular expression ({fault}); "
                     "DeepSpeed could not read this checkpoint either. Correct the pattern in the metadata."
                 ) from None
         object.__setattr__(self, "entry", entry)
@@ -73,7 +74,7 @@ class PatternList:
         if len(found) > 1:
             raise CheckpointFormatError(
                 f"Parameter {name} is matched by {len(found)} patterns of {self.entry}: "
-                f"{', '.join(map(repr, found))}; expected at most one. Patterns match from the start of a name and "
+                f"{', '.join(map(shown, found))}; expected at most one. Patterns match from the start of a name and "
                 "may end anywhere in it: close the shorter one with '$'.",
                 param=name,
             )

@@ -6,16 +6,18 @@ stand-ins. Everything wrong with it is said here, by key, so that later steps me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_affine.errors import CheckpointFormatError
 from deepspeed_affine.ir import ParamAffineMap, read_document
+from deepspeed_affine.ir.ints import INT64_MAX, shown
 from deepspeed_affine.lowering import keys
 from deepspeed_affine.lowering.patterns import PatternList
 
-__all__ = ["SubParamRule", "UcInfo"]
+__all__ = ["SubParamRule", "UcInfo", "metadata_version"]
 
 Dim = int | tuple[int, ...] | None
 
@@ -74,7 +76,7 @@ class UcInfo:
         maps = {entry.key: entry.layout for entry in document or ()}
         reasons = _reasons(info.get(keys.UNSUPPORTED))
         return cls(
-            version=_version(info.get(keys.VERSION)),
+            version=metadata_version(info.get(keys.VERSION)),
             replicated=_patterns(info, keys.TP_REPLICATED),
             average=_patterns(info, keys.TO_AVERAGE),
             row=_patterns(info, keys.ROW_PARALLEL),
@@ -147,12 +149,20 @@ class UcInfo:
         )
 
 
-def _version(value: Any) -> float:
+def metadata_version(value: Any) -> float:
+    """``value`` as a number, zero where it is missing.
+
+    Some scripts store it as text, which DeepSpeed does not notice until it compares the version.
+    """
     if value is None:
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise CheckpointFormatError(f"{keys.VERSION} is {value!r}; expected a number such as 0.4.")
-    return float(value)
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, int | float | str) else float(value)
+    except (ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise CheckpointFormatError(f"{keys.VERSION} is {shown(value)}; expected a number such as 0.4.")
+    return number
 
 
 def _patterns(info: Mapping[str, Any], key: str) -> PatternList:
@@ -160,8 +170,8 @@ def _patterns(info: Mapping[str, Any], key: str) -> PatternList:
     if value is None:
         return PatternList(key)
     if isinstance(value, str | bytes) or not isinstance(value, list | tuple | set | frozenset):
-        raise CheckpointFormatError(f"{key} is {value!r}; expected a list of parameter name patterns.")
-    return PatternList(key, value if isinstance(value, list | tuple) else sorted(value))
+        raise CheckpointFormatError(f"{key} is {shown(value)}; expected a list of parameter name patterns.")
+    return PatternList(key, value if isinstance(value, list | tuple) else sorted(value, key=str))
 
 
 def _reasons(value: Any) -> dict[str, str]:
@@ -171,13 +181,13 @@ def _reasons(value: Any) -> dict[str, str]:
         return {_text(key): str(reason) for key, reason in value.items()}
     if isinstance(value, list | tuple):
         return {_text(key): "the writer gave no reason" for key in value}
-    raise CheckpointFormatError(f"{keys.UNSUPPORTED} is {value!r}; expected a dictionary from pattern to reason.")
+    raise CheckpointFormatError(f"{keys.UNSUPPORTED} is {shown(value)}; expected a dictionary from pattern to reason.")
 
 
 def _text(key: Any) -> str:
     if isinstance(key, str):
         return key
-    raise CheckpointFormatError(f"{keys.UNSUPPORTED} holds the key {key!r}; expected a pattern as a string.")
+    raise CheckpointFormatError(f"{keys.UNSUPPORTED} holds the key {shown(key)}; expected a pattern as a string.")
 
 
 def _size(info: Mapping[str, Any], key: str) -> int | None:
@@ -186,21 +196,24 @@ def _size(info: Mapping[str, Any], key: str) -> int | None:
         return None
     size = _integer(value)
     if size is None or size < 0:
-        raise CheckpointFormatError(f"{key} is {value!r}; expected a number of rows.")
+        raise CheckpointFormatError(f"{key} is {shown(value)}; expected a number of rows.")
     return size
 
 
 def _integer(value: Any) -> int | None:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return None
-    return int(value)
+    number = int(value)
+    return number if abs(number) <= INT64_MAX else None
 
 
 def _shard_widths(value: Any) -> dict[str, tuple[tuple[int, ...], ...]]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise CheckpointFormatError(f"{keys.SHARD_WIDTHS} is {value!r}; expected a dictionary from pattern to widths.")
+        raise CheckpointFormatError(
+            f"{keys.SHARD_WIDTHS} is {shown(value)}; expected a dictionary from pattern to widths."
+        )
     result: dict[str, tuple[tuple[int, ...], ...]] = {}
     for pattern, table in value.items():
         rows: list[tuple[int, ...]] = []
@@ -208,8 +221,8 @@ def _shard_widths(value: Any) -> dict[str, tuple[tuple[int, ...], ...]]:
             widths = [_integer(width) for width in row] if isinstance(row, list | tuple) else [None]
             if any(width is None or width < 0 for width in widths):
                 raise CheckpointFormatError(
-                    f"{keys.SHARD_WIDTHS} of {pattern!r} is {table!r}; expected one list of per-rank widths for "
-                    "each sub-parameter."
+                    f"{keys.SHARD_WIDTHS} of {shown(pattern)} is {shown(table)}; expected one list of per-rank widths "
+                    "for each sub-parameter."
                 )
             rows.append(tuple(width for width in widths if width is not None))
         result[pattern] = tuple(rows)
@@ -220,7 +233,7 @@ def _sub_params(value: Any) -> tuple[SubParamRule, ...]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple):
-        raise CheckpointFormatError(f"{keys.SUB_PARAMS} is {value!r}; expected a list of sub-parameter rules.")
+        raise CheckpointFormatError(f"{keys.SUB_PARAMS} is {shown(value)}; expected a list of sub-parameter rules.")
     return tuple(_sub_param_rule(entry) for entry in value)
 
 
@@ -232,18 +245,21 @@ def _sub_param_rule(entry: Any) -> SubParamRule:
         found = entry.get(name) if isinstance(entry, Mapping) else getattr(entry, name, None)
         if found is None:
             raise CheckpointFormatError(
-                f"An entry of {keys.SUB_PARAMS} has no {name!r}: {entry!r}; expected patterns, shape and partition_dim."
+                f"An entry of {keys.SUB_PARAMS} has no {name!r}: {shown(entry)}; expected patterns, shape and "
+                "partition_dim."
             )
         fields[name] = found
     patterns, shape, stored_dim = fields["patterns"], fields["shape"], _integer(fields["partition_dim"])
     if isinstance(patterns, str) or not isinstance(patterns, list | tuple):
-        raise CheckpointFormatError(f"{keys.SUB_PARAMS} has patterns {patterns!r}; expected a list of patterns.")
+        raise CheckpointFormatError(f"{keys.SUB_PARAMS} has patterns {shown(patterns)}; expected a list of patterns.")
     if not isinstance(shape, list | tuple) or not shape:
-        raise CheckpointFormatError(f"{keys.SUB_PARAMS} of {patterns!r} has shape {shape!r}; expected a view shape.")
+        raise CheckpointFormatError(
+            f"{keys.SUB_PARAMS} of {shown(patterns)} has shape {shown(shape)}; expected a view shape."
+        )
     if stored_dim is None or not -len(shape) <= stored_dim < len(shape):
         raise CheckpointFormatError(
-            f"{keys.SUB_PARAMS} of {patterns!r} has partition_dim {fields['partition_dim']!r}; expected an axis of "
-            f"its shape {shape!r}."
+            f"{keys.SUB_PARAMS} of {shown(patterns)} has partition_dim {shown(fields['partition_dim'])}; expected an "
+            f"axis of its shape {shown(shape)}."
         )
     partition_dim = stored_dim % len(shape)
     return SubParamRule(
@@ -269,6 +285,6 @@ def _dim(dim: Any, partitioned: bool, patterns: Any, shape: Any) -> Dim:
     elif (number := _integer(dim)) is not None:
         return number if number >= 0 else None
     raise CheckpointFormatError(
-        f"{keys.SUB_PARAMS} of {patterns!r} has shape {shape!r}, whose entry {dim!r} is no extent; expected numbers, "
-        "with a tuple of widths at the partition axis."
+        f"{keys.SUB_PARAMS} of {shown(patterns)} has shape {shown(shape)}, whose entry {shown(dim)} is no extent; "
+        "expected numbers, with a tuple of widths at the partition axis."
     )

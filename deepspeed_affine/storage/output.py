@@ -93,11 +93,15 @@ class StagedFolder:
 
     def _remove_parents(self) -> None:
         """Folders made on the way to the target go again, unless somebody else uses them by now."""
-        for folder in reversed(self._made_parents):
-            try:
-                os.rmdir(folder)
-            except OSError:
-                return
+        _remove_empty(self._made_parents)
+
+
+def _remove_empty(folders: list[str]) -> None:
+    for folder in reversed(folders):
+        try:
+            os.rmdir(folder)
+        except OSError:
+            return
 
 
 def _make_folders(path: str) -> list[str]:
@@ -111,10 +115,13 @@ def _make_folders(path: str) -> list[str]:
     for folder in missing:
         try:
             os.mkdir(folder)
-        except FileExistsError:
-            if os.path.isdir(folder):
-                continue
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder) from None
+        except OSError as exc:
+            if isinstance(exc, FileExistsError):
+                if os.path.isdir(folder):
+                    continue
+                exc = NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
+            _remove_empty(made)
+            raise exc from None
         made.append(folder)
     return made
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -54,10 +55,12 @@ def load_pickle(path: str | os.PathLike[str]) -> Loaded:
     """
     name = os.path.abspath(os.fspath(path))
     try:
-        fd = os.open(name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-    except OSError as exc:
+        # Without O_NONBLOCK a named pipe would wait for a writer that never comes.
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else exc
         raise CheckpointFormatError(
-            f"{name}: cannot be opened ({exc.strerror}); expected a .pt file. Check the path and its permissions.",
+            f"{name}: cannot be opened ({reason}); expected a .pt file. Check the path and its permissions.",
             file=name,
         ) from exc
     try:
@@ -71,6 +74,8 @@ def load_pickle(path: str | os.PathLike[str]) -> Loaded:
 
 
 def _load(fd: int, path: str) -> Loaded:
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise CheckpointFormatError(f"{path}: is no regular file; expected a .pt file. Check the path.", file=path)
     start = os.pread(fd, 4, 0)
     if start != _ZIP_START:
         raise _not_a_zip(path, start, os.fstat(fd).st_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -124,13 +125,24 @@ def open_storage(ref: StorageRef, maps: FileMaps) -> torch.UntypedStorage:
     return _bytes_of(ref, maps).untyped_storage()
 
 
+def _size_now(path: str) -> int:
+    """The file's size; one that was moved or deleted lives on under its map, and so has the size it had."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return sys.maxsize
+
+
 def _bytes_of(ref: StorageRef, maps: FileMaps) -> torch.Tensor:
     import torch
 
     buffer = maps.region(ref.path)
-    if ref.byte_offset + ref.nbytes > len(buffer):
+    # Reading a page past a file's end ends the process, so the size is asked again for every tensor. What is cut off
+    # a file while a tensor of it is being read cannot be caught.
+    size = min(len(buffer), _size_now(ref.path))
+    if ref.byte_offset + ref.nbytes > size:
         raise CheckpointFormatError(
-            f"{ref.path}: has {len(buffer)} bytes; storage {ref.key!r} ends at {ref.byte_offset + ref.nbytes}. The "
+            f"{ref.path}: has {size} bytes; storage {ref.key!r} ends at {ref.byte_offset + ref.nbytes}. The "
             "file became shorter after its metadata was read: let nothing write to it and run again.",
             file=ref.path,
         )
@@ -140,8 +152,10 @@ def _bytes_of(ref: StorageRef, maps: FileMaps) -> torch.Tensor:
 def open_tensor(ref: TensorRef, maps: FileMaps) -> torch.Tensor:
     """Return the tensor as a view of the file's map: no copy, read-only by agreement.
 
-    A write changes this process's private copy of the page and never the file. A meta tensor stays one. Tensors
-    opened one by one do not share storage objects; use ``open_storage`` where that matters.
+    The file must keep its bytes while the tensor is read: one that has become shorter by now is refused, one that is
+    cut off later takes the process down, as any mapped file does. A write changes this process's private copy of the
+    page and never the file. A meta tensor stays one. Tensors opened one by one do not share storage objects; use
+    ``open_storage`` where that matters.
     """
     import torch
 
@@ -164,7 +178,14 @@ def read_into(path: str, byte_offset: int, target: Any) -> None:
     ``target`` is anything with the buffer protocol; for a torch tensor pass ``tensor.view(torch.uint8).numpy()``.
     """
     view = memoryview(target).cast("B")
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as exc:
+        raise CheckpointFormatError(
+            f"{path}: cannot be opened ({exc.strerror}); expected the file its metadata was read from. Check that it "
+            "is still there.",
+            file=path,
+        ) from exc
     try:
         done = 0
         while done < len(view):

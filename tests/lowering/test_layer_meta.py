@@ -8,7 +8,7 @@ from deepspeed.checkpoint.universal_checkpoint import SubparamShape, _resolve_au
 from deepspeed.module_inject.layers import _build_param_uc_restore_meta
 from lowering_reference import extract
 
-from deepspeed_affine.errors import CheckpointFormatError, InvalidMapError, UnsupportedLayoutError
+from deepspeed_affine.errors import AffineError, CheckpointFormatError, InvalidMapError, UnsupportedLayoutError
 from deepspeed_affine.ir import contiguous_split_map, replicated_map, segmented_map
 from deepspeed_affine.lowering import lower_layer_meta
 
@@ -186,3 +186,34 @@ def test_destination_fields_do_not_enter_the_map():
 def test_a_scaled_map_keeps_its_scale():
     metadata = meta(logical_shape=(4,), affine_map=replicated_map((4,), 2, scale=0.5))
     assert {piece.scale for _, piece in lower_layer_meta(metadata, 2, (4,)).pieces()} == {0.5}
+
+
+GOOD = {"partition_dim": 0, "logical_shape": (8, 4)}
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        5,
+        {"conversion": "text"},
+        {**GOOD, "partition_dim": "0"},
+        {**GOOD, "partition_dim": float("inf")},
+        {**GOOD, "partition_dim": 10**6000},
+        {**GOOD, "logical_shape": (10**6000, 4)},
+        {**GOOD, "sub_param_shape": -1},
+        {**GOOD, "sub_param_shape": {1, 2}},
+        {**GOOD, "sub_param_shape": ["x", 1]},
+        {**GOOD, "sub_param_sizes": (4, 4), "universal_checkpoint_version": 0.4, "sub_param_shard_widths": 4},
+        {**GOOD, "sub_param_sizes": (4, 4), "universal_checkpoint_version": "new"},
+        {**GOOD, "conversion": {"affine_map": 5}},
+    ],
+)
+def test_metadata_of_another_kind_is_refused_in_words(meta):
+    with pytest.raises(AffineError):
+        lower_layer_meta(meta, 2, (8, 4), param="w")
+
+
+@pytest.mark.parametrize(("degree", "shape"), [(0, (8, 4)), (None, (8, 4)), (2, None), (2, ("a",))])
+def test_a_target_that_cannot_be_is_refused(degree, shape):
+    with pytest.raises(AffineError, match="expected"):
+        lower_layer_meta(GOOD, degree, shape)

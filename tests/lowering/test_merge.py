@@ -329,3 +329,16 @@ def test_the_rules_of_each_version(version, flags):
         rules.per_rank_shapes,
         rules.skips_absent_states,
     )
+
+
+def test_halves_of_a_parameter_without_elements_are_joined_as_deepspeed_joins_them():
+    info = {"parameter_with_2_sub_params_cat_dim_0": ["x"]}
+    assert lower_param(info, "x", [(4, 2, 0)]).map.logical_shape == (4, 2, 0)
+    assert lower_param(info, "x", [(4, 0), (4, 0)]).map.logical_shape == (8, 0)
+
+
+@pytest.mark.parametrize("shape", [("a", 2), (-1, 2), (2**63, 2), (1.5,)])
+def test_a_recorded_shape_that_is_none_is_refused_with_the_parameter(shape):
+    with pytest.raises(InvalidMapError, match="Parameter x: A recorded shard shape") as caught:
+        lower_param({}, "x", [shape])
+    assert caught.value.param == "x"

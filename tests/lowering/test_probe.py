@@ -286,7 +286,7 @@ def test_a_dtype_that_holds_no_markers_is_refused(name):
 
 @pytest.mark.parametrize("factor", [2, -1])
 def test_multiplied_integers_are_refused(factor):
-    with pytest.raises(UnsupportedLayoutError, match="multiplies torch.int32"):
+    with pytest.raises(UnsupportedLayoutError, match=r"multiplies torch\.int32"):
         probe(lambda full, rank: full.chunk(2)[rank] * factor, (4, 6), 2, dtype=torch.int32)
 
 

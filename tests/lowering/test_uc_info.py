@@ -9,7 +9,7 @@ from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
 from deepspeed_affine.errors import CheckpointFormatError
 from deepspeed_affine.ir import contiguous_split_map
-from deepspeed_affine.lowering import UcInfo
+from deepspeed_affine.lowering import UcInfo, keys
 from deepspeed_affine.storage.pt_reader import load_pickle
 
 
@@ -24,7 +24,7 @@ def test_an_empty_dictionary_describes_plain_concatenation():
     ("info", "message"),
     [
         ([], "universal_checkpoint_info is a list"),
-        ({"universal_checkpoint_version": "0.4"}, "universal_checkpoint_version is '0.4'"),
+        ({"universal_checkpoint_version": "new"}, "universal_checkpoint_version is 'new'"),
         ({"universal_checkpoint_version": True}, "universal_checkpoint_version is True"),
         ({"tp_replicated_parameter_patterns": "w"}, "tp_replicated_parameter_patterns is 'w'"),
         ({"vocabulary_parameter_patterns": 3}, "vocabulary_parameter_patterns is 3"),
@@ -130,3 +130,35 @@ def test_reading_metadata_imports_neither_torch_nor_numpy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("stored", "read"), [("0.4", 0.4), (1, 1.0), (None, 0.0), (0.2, 0.2)])
+def test_the_version_may_be_a_number_or_its_text(stored, read):
+    assert UcInfo.parse({keys.VERSION: stored}).version == read
+
+
+@pytest.mark.parametrize("stored", ["new", float("nan"), True, [0.4], pytest.param(10**6000, id="huge")])
+def test_a_version_that_is_no_number_is_refused(stored):
+    with pytest.raises(CheckpointFormatError, match="expected a number"):
+        UcInfo.parse({keys.VERSION: stored})
+
+
+HUGE = 10**6000
+UNUSABLE = [
+    (keys.TP_REPLICATED, {1, "x"}),
+    (keys.TP_REPLICATED, HUGE),
+    (keys.ORIGINAL_VOCAB, HUGE),
+    (keys.ROW_PARALLEL, ["a{99999999999}"]),
+    (keys.ROW_PARALLEL, ["(" * 5000]),
+    (keys.SHARD_WIDTHS, {"x": [[HUGE]]}),
+    (keys.SUB_PARAMS, [{"patterns": ["x"], "shape": (HUGE, 4), "partition_dim": 0}]),
+    (keys.AFFINE_MAP, {"version": 1, "params": {"a{99999999999}": {}}}),
+]
+
+
+@pytest.mark.parametrize("case", range(len(UNUSABLE)))
+def test_what_no_python_call_can_take_is_refused_by_its_key(case):
+    key, value = UNUSABLE[case]
+    with pytest.raises(CheckpointFormatError, match=r"expected|not a regular|no pattern") as caught:
+        UcInfo.parse({key: value})
+    assert len(caught.value.message) < 700

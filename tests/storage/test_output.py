@@ -124,3 +124,9 @@ def test_kept_folders_stay_and_quick_publication_publishes(tmp_path):
         staged.publish(durable=False)
     assert (tmp_path / "quick").is_dir()
     assert not os.path.exists(staged.path)
+
+
+def test_a_path_that_cannot_be_made_leaves_nothing_behind(tmp_path):
+    with pytest.raises(OSError, match="too long"):
+        StagedFolder(tmp_path / "new" / ("n" * 300) / "out")
+    assert os.listdir(tmp_path) == []

@@ -1,6 +1,7 @@
 """Reading .pt files from metadata: torch.load is the oracle for values, zipfile for records."""
 
 import io
+import os
 import pickle
 import random
 import shutil
@@ -208,7 +209,7 @@ def test_files_torch_save_did_not_write_are_refused_with_what_to_do(good, tmp_pa
     bad.write_bytes(b"hello world")
     refused(bad, "hello|hell")
     refused(tmp_path / "nothing.pt", "cannot be opened")
-    refused(tmp_path, "cannot be read|cannot be opened")
+    refused(tmp_path, "no regular file")
 
 
 def test_files_without_the_newer_records_are_read(good, tmp_path):
@@ -302,3 +303,15 @@ def test_a_copy_elsewhere_reads_the_same(good, tmp_path):
     buffer = io.BytesIO(copied.read_bytes())
     assert zipfile.ZipFile(buffer).namelist()[0] == "good/data.pkl"
     assert load_pickle(copied).root["a"].byte_offset == load_pickle(good).root["a"].byte_offset
+
+
+def test_a_pipe_is_refused_without_waiting_for_its_writer(tmp_path):
+    pipe = tmp_path / "x.pt"
+    os.mkfifo(pipe)
+    with pytest.raises(CheckpointFormatError, match="no regular file"):
+        load_pickle(pipe)
+
+
+def test_a_path_no_system_has_is_refused(tmp_path):
+    with pytest.raises(CheckpointFormatError, match="cannot be opened"):
+        load_pickle(f"{tmp_path}/a\0b")

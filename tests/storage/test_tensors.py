@@ -133,3 +133,30 @@ def test_reading_a_large_file_takes_no_memory_of_its_own(tmp_path):
         grown = rss_anon() - before
     assert total == 96 * 1024
     assert grown < 16 * MEBIBYTE, grown
+
+
+def test_a_file_cut_off_under_its_map_is_refused_and_not_read(tmp_path):
+    path = tmp_path / "x.pt"
+    torch.save(torch.arange(MEBIBYTE), path)
+    ref = load_pickle(path).root
+    with FileMaps() as maps:
+        assert open_tensor(ref, maps)[5] == 5
+        os.truncate(path, 4096)
+        with pytest.raises(CheckpointFormatError, match=r"has 4096 bytes.*became shorter"):
+            open_tensor(ref, maps)
+
+
+def test_a_file_removed_under_its_map_is_still_read(tmp_path):
+    path = tmp_path / "x.pt"
+    torch.save(torch.arange(10), path)
+    ref = load_pickle(path).root
+    with FileMaps() as maps:
+        open_tensor(ref, maps)
+        os.unlink(path)
+        assert torch.equal(open_tensor(ref, maps), torch.arange(10))
+
+
+def test_bytes_of_a_file_that_is_gone_are_refused_by_name(tmp_path):
+    with pytest.raises(CheckpointFormatError, match="cannot be opened") as caught:
+        read_into(str(tmp_path / "x.pt"), 0, bytearray(4))
+    assert caught.value.file == str(tmp_path / "x.pt")
