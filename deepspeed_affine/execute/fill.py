@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -34,15 +34,15 @@ class _Window:
     def __init__(self, pieces: Sequence[AffinePiece]) -> None:
         self.pieces = sorted((piece for piece in pieces if piece.numel), key=lambda piece: piece.source_offset)
         self.starts = [piece.source_offset for piece in self.pieces]
-        self.reach = list(accumulate((_last(piece) for piece in self.pieces), max))
+        self.reach = list(accumulate((piece.source_end for piece in self.pieces), max))
 
     def touching(self, start: int, stop: int) -> Iterator[tuple[AffinePiece, AffinePiece]]:
         """``(stored, target)`` sub-pieces inside ``[start, stop)``; the target's dest side counts from ``start``."""
-        first = bisect_left(self.reach, start)
+        first = bisect_right(self.reach, start)
         last = bisect_left(self.starts, stop)
         interval = AffinePiece((stop - start,), start, (1,), 0, (1,), (0,))
         for piece in self.pieces[first:last]:
-            if _last(piece) >= start:
+            if piece.source_end > start:
                 yield from meet(piece, interval)
 
 
@@ -107,12 +107,6 @@ def _dense(piece: AffinePiece) -> bool:
             return False
         expected *= extent
     return True
-
-
-def _last(piece: AffinePiece) -> int:
-    return piece.source_offset + sum(
-        (extent - 1) * stride for extent, stride in zip(piece.shape, piece.source_strides, strict=True)
-    )
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

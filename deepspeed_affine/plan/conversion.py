@@ -7,12 +7,12 @@ before the first one happens. Addresses are in elements of a storage; anything i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from deepspeed_affine.errors import CheckpointFormatError, InvalidMapError
-from deepspeed_affine.ir import AffinePiece, ParamAffineMap, compose, meet
+from deepspeed_affine.ir import AffinePiece, ParamAffineMap, compose, meet, overlapping
 
 __all__ = [
     "ConversionPlan",
@@ -232,36 +232,33 @@ def plan_sources(
                     pieces.extend(composed)
                 else:
                     replicas.append(Replica(primary, composed, primary_label, shard.label))
+                twice = _held_twice(composed)
+                if twice:
+                    one, other = zip(*twice, strict=True)
+                    replicas.append(Replica(one, other, shard.label, f"{shard.label} (again)"))
     pieces.sort(key=lambda piece: piece.source_offset)
     return tuple(pieces), tuple(replicas)
 
 
 def overlapping_pairs(
     left: Sequence[AffinePiece], right: Sequence[AffinePiece]
-) -> Iterable[tuple[AffinePiece, AffinePiece]]:
-    """Every ``(left, right)`` pair of sub-pieces that address the same elements of F, in order of F.
+) -> Iterator[tuple[AffinePiece, AffinePiece]]:
+    """Every ``(left, right)`` pair of sub-pieces that address the same elements of F.
 
-    Only pairs whose address ranges touch are intersected: O(n log n + touching pairs).
+    Only pairs whose address ranges touch are intersected: near-linear in the pieces and the touching pairs.
     """
-    starts = sorted(right, key=lambda piece: piece.source_offset)
-    spans = [(piece.source_offset, _last_address(piece), piece) for piece in starts]
-    active: list[tuple[int, int, AffinePiece]] = []
-    position = 0
-    for piece in sorted(left, key=lambda item: item.source_offset):
-        last = _last_address(piece)
-        while position < len(spans) and spans[position][0] <= last:
-            active.append(spans[position])
-            position += 1
-        active = [span for span in active if span[1] >= piece.source_offset]
-        for start, _, other in active:
-            if start <= last:
-                yield from meet(piece, other)
+    for i, j in overlapping(_hulls(left), _hulls(right)):
+        yield from meet(left[i], right[j])
 
 
-def _last_address(piece: AffinePiece) -> int:
-    return piece.source_offset + sum(
-        (extent - 1) * stride for extent, stride in zip(piece.shape, piece.source_strides, strict=True)
-    )
+def _held_twice(pieces: Sequence[AffinePiece]) -> list[tuple[AffinePiece, AffinePiece]]:
+    """Sub-pieces of different pieces of one shard that hold the same elements of F."""
+    hulls = _hulls(pieces)
+    return [pair for i, j in overlapping(hulls, hulls) if i < j for pair in meet(pieces[i], pieces[j])]
+
+
+def _hulls(pieces: Sequence[AffinePiece]) -> list[tuple[int, int]]:
+    return [(piece.source_offset, piece.source_end if piece.numel else piece.source_offset) for piece in pieces]
 
 
 def _numel(pieces: Iterable[AffinePiece]) -> int:

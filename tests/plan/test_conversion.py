@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_affine.errors import AffineError, CheckpointFormatError, InvalidMapError, UnsupportedLayoutError
-from deepspeed_affine.ir import AffinePiece, contiguous_split_map, replicated_map
+from deepspeed_affine.ir import AffinePiece, ParamAffineMap, contiguous_split_map, replicated_map
 from deepspeed_affine.plan.conversion import (
     ConversionPlan,
     CopiedFile,
@@ -199,3 +199,16 @@ def test_planning_needs_neither_torch_nor_deepspeed():
     )
     run_ = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(run_.stdout) == []
+
+
+def test_elements_one_rank_holds_twice_are_compared_with_themselves():
+    pieces = [AffinePiece((4,), 0, (1,), 0, (1,), (0,)), AffinePiece((3,), 1, (1,), 4, (1,), (0,))]
+    layout = ParamAffineMap((4,), {0: (7,)}, {0: pieces})
+    layout.validate()
+    stored = {0: (ShardPieces((run(0, 7, 10, 5),), "tp 0"),)}
+    read, replicas = plan_sources(layout, stored, param="w", state="fp32")
+    (replica,) = replicas
+    assert (replica.primary_label, replica.label) == ("tp 0", "tp 0 (again)")
+    one, other = addresses(replica.primary), addresses(replica.pieces)
+    assert {place: {one[place][1], other[place][1]} for place in one} == {1: {11, 14}, 2: {12, 15}, 3: {13, 16}}
+    assert {address for piece in read for address in piece.dest_offsets()} == set(range(10, 17))
