@@ -137,9 +137,11 @@ def compose_maps(outer: ParamAffineMap, inner_by_rank: Mapping[int, ParamAffineM
 
     ``inner_by_rank[r]`` describes how rank ``r``'s shard, flattened, lies over storages; its location ids name the
     storages and become the ranks of the result. Storages of one id in several inner maps must have one shape. The
-    locations of the result are exact again: where the outer map replicates a block, the result's locations are the
-    storages of all its holders.
+    locations of the result are exact again: where the outer map replicates a block, over ranks or within one shard,
+    the result's locations are all storages that hold it.
     """
+    from deepspeed_affine.ir.regions import relocate
+
     shapes: dict[int, tuple[int, ...]] = {}
     raw: dict[int, list[AffinePiece]] = {}
     for rank in outer.ranks:
@@ -160,8 +162,4 @@ def compose_maps(outer: ParamAffineMap, inner_by_rank: Mapping[int, ParamAffineM
                 )
             raw.setdefault(location, [])
             raw[location] += compose(outer.pieces_by_rank[rank], inner.pieces_by_rank[location])
-    if outer.is_replicated_somewhere():
-        from deepspeed_affine.ir.regions import relocate
-
-        raw = relocate(raw)
-    return ParamAffineMap(outer.logical_shape, shapes, raw)
+    return ParamAffineMap(outer.logical_shape, shapes, relocate(raw))

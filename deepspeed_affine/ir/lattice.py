@@ -210,17 +210,41 @@ def _intersect(a: Lattice, b: Lattice, budget: Budget) -> list[Meeting]:
             Meeting(key, mate_a, mate_b, tuple([(n, s, u, w) for n, s, w, u in digits]))
             for key, mate_b, mate_a, digits in _intersect(b, a, budget)
         ]
-    extent, stride, a_step = a.digits[0]
-    b_extent, b_stride, b_step = b.digits[0]
+    (_, stride, a_step), (_, b_stride, b_step) = a.digits[0], b.digits[0]
+    result: list[Meeting] = []
+    for window, facing, repeats in _windows(a, b, b_last):
+        if facing is None:
+            budget.spend()
+            continue
+        found = _intersect(window, facing, budget)
+        if repeats > 1:
+            shift = _period(a, b) * stride
+            digit = (repeats, shift, shift // stride * a_step, shift // b_stride * b_step)
+            found = [Meeting(m.key, m.mate_a, m.mate_b, (digit, *m.digits)) for m in found]
+        result += found
+    return result
+
+
+def _period(a: Lattice, b: Lattice) -> int:
+    """After how many windows of ``a`` the repetitions of ``b`` look the same again."""
+    stride, b_stride = a.digits[0][1], b.digits[0][1]
+    return b_stride // gcd(stride, b_stride)
+
+
+def _windows(a: Lattice, b: Lattice, b_last: int) -> Iterator[tuple[Lattice, Lattice | None, int]]:
+    """Yield the windows of ``a``'s outer index that may touch ``b``, the units of ``b`` each faces, and how many alike.
+
+    A window that stands for several is followed by the others one period apart.
+    """
+    (extent, stride, _), (b_extent, b_stride, _) = a.digits[0], b.digits[0]
     a_reach, b_reach = span(a.digits[1:]), span(b.digits[1:])
     first = max(0, _ceil(b.key - a_reach - a.key, stride))
     last = min(extent - 1, (b_last - a.key) // stride)
     # A window is interior when every repetition of b that could touch it exists, so that b looks periodic from it.
     inner_first = max(first, _ceil(b.key + b_reach - b_stride + 1 - a.key, stride))
     inner_last = min(last, (b.key + b_extent * b_stride - 1 - a_reach - a.key) // stride)
-    result: list[Meeting] = []
     edges = [*range(first, min(inner_first, last + 1)), *range(max(inner_last + 1, inner_first, first), last + 1)]
-    period = b_stride // gcd(stride, b_stride)
+    period = _period(a, b)
     jobs = [(index, 1) for index in edges]
     count = inner_last - inner_first + 1
     for residue in range(min(period, max(count, 0))):
@@ -229,16 +253,7 @@ def _intersect(a: Lattice, b: Lattice, budget: Budget) -> list[Meeting]:
         window = _units(a, index, index)
         low = max(0, _ceil(window.key - b_reach - b.key, b_stride))
         high = min(b_extent - 1, (window.key + a_reach - b.key) // b_stride)
-        if high < low:
-            budget.spend()
-            continue
-        found = _intersect(window, _units(b, low, high), budget)
-        if repeats > 1:
-            shift = period * stride
-            digit = (repeats, shift, period * a_step, shift // b_stride * b_step)
-            found = [Meeting(m.key, m.mate_a, m.mate_b, (digit, *m.digits)) for m in found]
-        result += found
-    return result
+        yield window, _units(b, low, high) if low <= high else None, repeats
 
 
 def _progressions(a: Lattice, b: Lattice) -> list[Meeting]:
@@ -305,21 +320,9 @@ def _subtract_by_own_windows(a: Lattice, b: Lattice, b_last: int, budget: Budget
         for index in range(first, last + 1):
             result += _subtract(_units(a, index, index), b, budget)
         return result
-    b_extent, b_stride, _ = b.digits[0]
-    b_reach = span(b.digits[1:])
-    inner_first = max(first, _ceil(b.key + b_reach - b_stride + 1 - a.key, stride))
-    inner_last = min(last, (b.key + b_extent * b_stride - 1 - a_reach - a.key) // stride)
-    edges = [*range(first, min(inner_first, last + 1)), *range(max(inner_last + 1, inner_first, first), last + 1)]
-    period = b_stride // gcd(stride, b_stride)
-    jobs = [(index, 1) for index in edges]
-    count = inner_last - inner_first + 1
-    for residue in range(min(period, max(count, 0))):
-        jobs.append((inner_first + residue, (count - residue + period - 1) // period))
-    for index, repeats in jobs:
-        window = _units(a, index, index)
-        low = max(0, _ceil(window.key - b_reach - b.key, b_stride))
-        high = min(b_extent - 1, (window.key + a_reach - b.key) // b_stride)
-        rest = [window] if high < low else _subtract(window, _units(b, low, high), budget)
+    period = _period(a, b)
+    for window, facing, repeats in _windows(a, b, b_last):
+        rest = [window] if facing is None else _subtract(window, facing, budget)
         result += _repeat(rest, repeats, period * stride, period * a_step)
     return result
 

@@ -7,6 +7,7 @@ Data may then be written in any order, by any thread or process, and the checksu
 from __future__ import annotations
 
 import io
+import math
 import os
 import struct
 import sys
@@ -46,10 +47,7 @@ class NewTensor:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:

@@ -7,6 +7,7 @@ workers can be handed any part of the graph.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,10 +70,7 @@ class TensorRef:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import ir_oracle
 import ir_worlds
@@ -180,3 +181,33 @@ def test_a_regular_inner_map_is_not_compared_with_every_outer_piece(monkeypatch:
     inner = [AffinePiece((8,), 8 * i + 4, (1,), 0, (1,), [i]) for i in range(511)]
     assert len(compose(outer, inner)) == 1022
     assert calls == 1022
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_composed_maps_state_every_element_with_exact_locations(block: int) -> None:
+    """Random outer maps, repeated elements included, each shard scattered over one or two storages with padding."""
+    for seed in range(block * 40, block * 40 + 40):
+        rng = random.Random(seed)
+        outer = ir_worlds.random_map(rng)
+        inner: dict[int, ParamAffineMap] = {}
+        stated: Counter[tuple[int, int, int, float]] = Counter()
+        owners: dict[int, set[int]] = {}
+        for rank in outer.ranks:
+            numel = outer.shard_numel(rank)
+            size = numel + rng.randint(0, 4)
+            storages = {2 * rank + i: [] for i in range(rng.randint(1, 2))}  # type: dict[int, list[tuple[int, int]]]
+            for address, place in enumerate(sorted(rng.sample(range(size), numel))):
+                storages[rng.choice(sorted(storages))].append((address, place))
+            pieces = {i: ir_worlds.cut(rng, rows, frozenset([i]), 1.0) for i, rows in storages.items()}
+            inner[rank] = ParamAffineMap((numel,), dict.fromkeys(storages, (size,)), pieces)
+            place_of = {address: (i, place) for i, rows in storages.items() for address, place in rows}
+            for holder, offset, address, _, scale in ir_oracle.relation(outer):
+                if holder == rank:
+                    storage, place = place_of[address]
+                    stated[(storage, offset, place, scale)] += 1
+                    owners.setdefault(offset, set()).add(storage)
+        found = compose_maps(outer, inner)
+        relation = ir_oracle.relation(found)
+        assert Counter((i, s, d, scale) for i, s, d, _, scale in relation.elements()) == stated, seed
+        assert all(locations == owners[offset] for _, offset, _, locations, _ in relation), seed
+        found.validate(partial=True, whole_parameter=True)
