@@ -24,7 +24,7 @@ REPOSITORY = HERE.parent.parent
 sys.path.insert(0, str(HERE))
 from real_cases import Case, by_name  # noqa: E402 (found through the path just set)
 
-LAUNCH_TIMEOUT = 900.0
+START_SECONDS, CASE_SECONDS = 300.0, 30.0
 SOURCES = ("train.py", "real_models.py", "real_optimizers.py")
 
 
@@ -171,9 +171,9 @@ class Real:
     def _launch(self, verb: str, names: list[str], options: list[str]) -> None:
         self.cache.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, str(HERE / "train.py"), verb, *options, *names]
-        ended = subprocess.run(
-            command, env=self.environment.variables(), capture_output=True, text=True, timeout=LAUNCH_TIMEOUT
-        )
+        timeout = START_SECONDS + CASE_SECONDS * len(names)
+        environment = self.environment.variables()
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
         assert ended.returncode == 0, f"{' '.join(command)}\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}"
 
 

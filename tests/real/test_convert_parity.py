@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import pytest
 import real_shards
@@ -60,6 +61,22 @@ def test_every_shard_of_every_state_is_in_it_byte_for_byte(real, case):
     wrong, compared = real_shards.faults(universal, by_name(case), truth)
     assert wrong == []
     assert compared >= sum(len(held["params"]) for held in truth)
+
+
+@pytest.mark.cases("tp2_zero1_uneven")
+@pytest.mark.parametrize("state", ["fp32", "exp_avg"])
+def test_one_changed_bit_in_our_output_would_be_seen(real, tmp_path, state):
+    name = "model.layers.0.self_attn.k_proj.weight"
+    universal = tmp_path / "universal"
+    shutil.copytree(real.ours("tp2_zero1_uneven"), universal)
+    changed = universal / "zero" / name / f"{state}.pt"
+    saved = torch.load(changed, weights_only=True)
+    saved["param"].view(torch.int32)[-1, -1] ^= 1
+    torch.save(saved, changed)
+    wrong, _ = real_shards.faults(universal, by_name("tp2_zero1_uneven"), real.trained("tp2_zero1_uneven").truth())
+    assert wrong == [f"rank 1: {name}:{state} differs"]
+    report = compare_universal(universal, real.stock("tp2_zero1_uneven").folder)
+    assert [row.path for row in report.different] == [f"zero/{name}/{state}.pt"]
 
 
 @pytest.mark.parametrize("case", CONVERTIBLE)
