@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from deepspeed_affine.execute.sources import FlatSources
 from deepspeed_affine.ir import AffinePiece
+from deepspeed_affine.ir.ints import coordinates
 from deepspeed_affine.plan.conversion import Replica, ShardPieces, TensorFile, overlapping_pairs
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _measure(
         param=task.param,
         state=task.state,
         labels=(replica.primary_label, replica.label),
-        first=_coordinates(first_address or 0, task.map_shape),
+        first=coordinates(first_address or 0, task.map_shape),
         differing=differing,
         compared=compared,
         max_abs=max_abs,
@@ -145,14 +146,6 @@ def _first_address(unequal: torch.Tensor, piece: AffinePiece) -> int:
         return piece.source_offset
     strides = torch.tensor(piece.source_strides, dtype=torch.int64)
     return piece.source_offset + int((places * strides).sum(dim=1).min())
-
-
-def _coordinates(address: int, shape: Sequence[int]) -> tuple[int, ...]:
-    place: list[int] = []
-    for extent in reversed(shape):
-        address, index = divmod(address, max(extent, 1))
-        place.append(index)
-    return tuple(reversed(place))
 
 
 def _max_abs(left: torch.Tensor, right: torch.Tensor) -> float:

@@ -16,8 +16,8 @@ from typing import Any
 
 from deepspeed_affine.errors import CheckpointFormatError, InvalidMapError
 from deepspeed_affine.ir import AFFINE_MAP_FORMAT_VERSION, AffinePiece, ParamAffineMap
+from deepspeed_affine.ir.ints import row_major_strides
 from deepspeed_affine.lowering.reading import as_count, as_mapping, refuse
-from deepspeed_affine.lowering.zero import row_major_strides
 
 __all__ = [
     "EXPERT_WEIGHTS",

@@ -10,14 +10,15 @@ Composed with the tensor-parallel map it leads from file bytes straight to the f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from deepspeed_affine.errors import CheckpointFormatError, InvalidMapError
 from deepspeed_affine.ir import AffinePiece
+from deepspeed_affine.ir.ints import row_major_strides
 
-__all__ = ["Fragment", "StoredTensor", "fragment_pieces", "row_major_strides", "whole_pieces", "zero3_interval"]
+__all__ = ["Fragment", "StoredTensor", "fragment_pieces", "whole_pieces", "zero3_interval"]
 
 
 class StoredTensor(Protocol):
@@ -50,14 +51,6 @@ class Fragment:
                 "least 0. The optimizer file's slice table is damaged: save the checkpoint again.",
                 rank=self.rank,
             )
-
-
-def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Element strides of a densely packed tensor of ``shape``."""
-    strides = [1] * len(shape)
-    for axis in range(len(shape) - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * max(shape[axis + 1], 1)
-    return tuple(strides)
 
 
 def fragment_pieces(
