@@ -32,7 +32,6 @@ def ds_to_universal(argv: Sequence[str] | None = None) -> int:
         description="Convert a DeepSpeed checkpoint to a universal checkpoint. With --affine the conversion is "
         "done by deepspeed_affine: one pass, checked, published by one rename. Without it, DeepSpeed's own "
         "converter runs with the options it knows.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"deepspeed-affine {__version__}")
@@ -40,7 +39,12 @@ def ds_to_universal(argv: Sequence[str] | None = None) -> int:
     asks_help = any(argument in ("-h", "--help", "--version") for argument in arguments)
     if arguments and "--affine" not in arguments and not asks_help:
         hand_over = import_module("deepspeed_affine.hooks.stock").hand_over
-        return int(hand_over(arguments))
+        try:
+            return int(hand_over(arguments))
+        except SystemExit as ended:
+            if ended.code == COULD_NOT:
+                print("This was DeepSpeed's own command; options it does not know need --affine.", file=sys.stderr)
+            raise
     args = parser.parse_args(arguments)
     if not args.affine:
         parser.error("nothing to do: give --affine and the folders, or DeepSpeed's own options")

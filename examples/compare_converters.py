@@ -12,6 +12,8 @@ from deepspeed_affine.parity import run_parity
 
 
 def main() -> int:
+    if len(sys.argv) != 3:
+        sys.exit(f"usage: {sys.argv[0]} CHECKPOINT_FOLDER WORK_FOLDER")
     checkpoint, work = sys.argv[1:]
     # A checkpoint without universal_checkpoint_info (any plain ZeRO run) needs it injected, as for ds_to_universal.
     result = run_parity(checkpoint, work, ParityOptions(inject_missing_state=True))

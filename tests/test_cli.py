@@ -120,6 +120,33 @@ def test_without_affine_the_arguments_go_to_deepspeed_untouched(monkeypatch, arg
     assert seen == [arguments]
 
 
+def test_an_option_deepspeed_refuses_is_answered_with_affine(monkeypatch, capsys):
+    from deepspeed_affine.hooks import stock
+
+    monkeypatch.setattr(stock, "hand_over", lambda given: sys.exit(2))
+    with pytest.raises(SystemExit) as ended:
+        cli.ds_to_universal(["--dry-run"])
+    assert ended.value.code == 2
+    assert "--affine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--input_folder", "--output_folder"])
+def test_an_empty_path_is_not_the_current_folder(option, tmp_path, capsys):
+    folders = {"--input_folder": str(tmp_path / "in"), "--output_folder": str(tmp_path / "out"), option: ""}
+    assert cli.ds_to_universal(["--affine", *(each for pair in folders.items() for each in pair)]) == 2
+    assert f"{option}: is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_an_output_that_exists_is_refused_before_anything_is_read(tmp_path, capsys, more):
+    (tmp_path / "out" / "zero").mkdir(parents=True)
+    arguments = ["--affine", "--input_folder", str(tmp_path / "in"), "--output_folder", str(tmp_path / "out"), *more]
+    assert cli.ds_to_universal(arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "exists already" in said.err
+
+
 @pytest.mark.parametrize("arguments", [["--affine", "--input_folder", "a", "--output_folder", "b"], ["--help"], []])
 def test_nothing_else_goes_to_deepspeed(monkeypatch, arguments, capsys):
     from deepspeed_affine.hooks import stock

@@ -13,13 +13,13 @@ from typing import Any
 from deepspeed_affine.commands.conversion import ConversionOptions, Suspect, build_plan
 from deepspeed_affine.errors import Faults, IntegrityError, PolicyError
 from deepspeed_affine.execute.checkpoint import Checkpoint, read_checkpoint
-from deepspeed_affine.execute.convert import ExecutionOptions, execute, find_drift, memory_bound
+from deepspeed_affine.execute.convert import ExecutionOptions, check_drifted, execute, find_drift, memory_bound
 from deepspeed_affine.execute.prove import Drift, shards_identical
 from deepspeed_affine.execute.sources import FlatSources
 from deepspeed_affine.lowering.policy import IdenticalShards, OnDrift, ScaledStates
 from deepspeed_affine.lowering.stock_rules import StockRules
 from deepspeed_affine.plan.conversion import ConversionPlan
-from deepspeed_affine.storage.output import StagedFolder, replace_text
+from deepspeed_affine.storage.output import StagedFolder, refuse_existing, replace_text
 from deepspeed_affine.storage.tensors import FileMaps
 
 __all__ = ["add_arguments", "run"]
@@ -33,12 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     stock = parser.add_argument_group("options of DeepSpeed's command")
     stock.add_argument("--input_folder", required=True, help="DeepSpeed checkpoint folder, the one with the .pt files")
     stock.add_argument("--output_folder", required=True, help="universal checkpoint folder to make")
-    stock.add_argument("--num_extract_workers", type=_positive, default=4, help="parallel workers, as --workers")
-    stock.add_argument("--num_merge_workers", type=_positive, default=2, help="parallel workers, as --workers")
+    stock.add_argument("--num_extract_workers", type=_positive, default=4, help="parallel workers (default: 4)")
+    stock.add_argument("--num_merge_workers", type=_positive, default=2, help="parallel workers (default: 2)")
     stock.add_argument(
         "--keep_temp_folder",
         action="store_true",
-        help="keep the private folder an unsuccessful conversion leaves (there are no slice files to keep)",
+        help="keep the private folder of an unsuccessful conversion (there are no slice files to keep)",
     )
     stock.add_argument(
         "--no_strict",
@@ -59,19 +59,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--on-drift",
         choices=[choice.value for choice in OnDrift],
         default=OnDrift.ERROR.value,
-        help="what to do where ranks that must agree do not: refuse, take their average, take the first rank's",
+        help="what to do where ranks that must agree do not: refuse, take their average, take the first "
+        "rank's (default: %(default)s)",
     )
     ours.add_argument(
         "--scaled-states",
         choices=[choice.value for choice in ScaledStates],
         default=ScaledStates.REFUSE.value,
-        help="what to do with optimizer states of parameters that ranks hold scaled",
+        help="what to do with optimizer states of parameters that ranks hold scaled (default: %(default)s)",
     )
     ours.add_argument(
         "--identical-shards",
         choices=[choice.value for choice in IdenticalShards],
         default=IdenticalShards.REFUSE.value,
-        help="what to do with a parameter said to be split whose shards are byte-identical on all ranks",
+        help="what to do with a parameter said to be split whose shards are byte-identical on all ranks "
+        "(default: %(default)s)",
     )
     ours.add_argument("--no-source-crc", action="store_true", help="do not check source storages against their CRC")
     ours.add_argument("--no-fsync", action="store_true", help="do not wait until the output is on the disk")
@@ -81,9 +83,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert, or with ``--dry-run`` print the plan; returns the exit code."""
+    for option, given in (("--input_folder", args.input_folder), ("--output_folder", args.output_folder)):
+        if not given:
+            raise PolicyError(f"{option}: is empty; expected a path. Is a shell variable not set?")
     source, target = os.path.abspath(args.input_folder), os.path.abspath(args.output_folder)
     if source == target:
         raise PolicyError(f"{target}: is both input and output folder; give the output a folder of its own.")
+    refuse_existing(target)
     options = ConversionOptions(
         rules=StockRules.for_version(_deepspeed_version()),
         strict=args.strict,
@@ -112,6 +118,9 @@ def run(args: argparse.Namespace) -> int:
         with StagedFolder(target) as staged:
             try:
                 drifts = find_drift(plan, FlatSources(plan.storages, maps), execution)
+                if drifts and execution.source_crc:
+                    # Damage on the disk looks like drift; it must not be averaged away.
+                    check_drifted(plan, maps, drifts, execution)
                 _judge_drift(drifts, options.on_drift)
                 summary["drift"] = [drift.describe() for drift in drifts]
                 if options.on_drift is OnDrift.AVERAGE:
@@ -122,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
             except BaseException:
                 if args.keep_temp_folder:
                     staged.keep()
+                    print(f"unfinished output kept: {staged.path}", file=sys.stderr)
                 raise
     _point_at(target)
     _print(summary, args.json)

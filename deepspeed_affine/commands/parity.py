@@ -127,6 +127,7 @@ def run_parity(
         ran = _stock(plain, theirs, replace(chosen, strict=False))
         detail = f"DeepSpeed stops unless --no_strict: {aborted}"
         rows.append(ParityRow("(conversion)", Verdict.EXPECTED, detail, "frozen_under_autotp"))
+    shutil.rmtree(plain.parent)
     our_error = _ours(source, ours, chosen)
     version = stock.installed_version()
     stock_error = "" if ran.ok else ran.message

@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from deepspeed_affine.storage.tensors import FileMaps
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ExecutionOptions", "execute", "find_drift", "memory_bound"]
+__all__ = ["ExecutionOptions", "check_drifted", "execute", "find_drift", "memory_bound"]
 
 CHUNK_BYTES = 8 << 20
 """An arena's size: large enough that calls cost little, small enough to stay in a processor's cache."""
@@ -63,12 +63,44 @@ def find_drift(plan: ConversionPlan, sources: FlatSources, options: ExecutionOpt
         return [drift for found in pool.map(lambda task: measure_drift(task, sources), tasks) for drift in found]
 
 
+def check_drifted(plan: ConversionPlan, maps: FileMaps, drifts: Sequence[Drift], options: ExecutionOptions) -> None:
+    """The storages behind ``drifts`` are as they were saved; a damaged one raises IntegrityError naming its file."""
+    drifted = {(drift.param, drift.state) for drift in drifts}
+    touched: set[int] = set()
+    for task in plan.tensors:
+        if (task.param, task.state) in drifted:
+            for pieces in (task.pieces, *(replica.pieces for replica in task.replicas)):
+                touched.update(index for piece in pieces for index in piece.locations)
+    of_file = {(plan.storages[index].file, plan.storages[index].key) for index in touched}
+    for storage in plan.checked_storages:
+        if storage.crc32 is not None and (storage.file, storage.key) in of_file:
+            _check_crc(storage, maps, options.chunk_bytes)
+
+
 def execute(plan: ConversionPlan, maps: FileMaps, folder: str, options: ExecutionOptions) -> int:
     """Every file of the plan is complete in ``folder``; returns the bytes written.
 
     Source storages are checked against their recorded CRC in the same run. The first failure stops the rest.
     """
     return _Execution(plan, maps, folder, options).run()
+
+
+def _check_crc(
+    storage: SourceStorage, maps: FileMaps, chunk_bytes: int, proceed: Callable[[], object] = lambda: None
+) -> None:
+    view = memoryview(maps.region(storage.file)).cast("B")
+    view = view[storage.byte_offset : storage.byte_offset + storage.nbytes]
+    found = 0
+    for start in range(0, storage.nbytes, chunk_bytes):
+        proceed()
+        found = zlib.crc32(view[start : start + chunk_bytes], found)
+    if found != storage.crc32:
+        raise IntegrityError(
+            f"{storage.file}: storage {storage.key!r} has CRC {found:08x}, its file records {storage.crc32:08x}; "
+            "the file was damaged after it was saved. Use another checkpoint, or read it all the same with "
+            "--no-source-crc.",
+            file=storage.file,
+        )
 
 
 class _StoppedError(Exception):
@@ -140,7 +172,9 @@ class _Execution:
         if self.options.source_crc:
             for storage in self.plan.checked_storages:
                 if storage.crc32 is not None:
-                    yield lambda storage=storage: self._check(storage)  # type: ignore[misc]
+                    yield lambda storage=storage: _check_crc(  # type: ignore[misc]
+                        storage, self.maps, self.options.chunk_bytes, self.check_stopped
+                    )
 
     def arena(self, task: TensorFile, numel: int) -> torch.Tensor:
         import torch
@@ -179,21 +213,6 @@ class _Execution:
         with self.lock:
             self.written += nbytes
             self.advance(planned)
-
-    def _check(self, storage: SourceStorage) -> None:
-        view = memoryview(self.maps.region(storage.file)).cast("B")
-        view = view[storage.byte_offset : storage.byte_offset + storage.nbytes]
-        found = 0
-        for start in range(0, storage.nbytes, self.options.chunk_bytes):
-            self.check_stopped()
-            found = zlib.crc32(view[start : start + self.options.chunk_bytes], found)
-        if found != storage.crc32:
-            raise IntegrityError(
-                f"{storage.file}: storage {storage.key!r} has CRC {found:08x}, its file records {storage.crc32:08x}; "
-                "the file was damaged after it was saved. Use another checkpoint, or read it all the same with "
-                "--no-source-crc.",
-                file=storage.file,
-            )
 
     @contextmanager
     def _progress(self) -> Iterator[Callable[[int], object]]:

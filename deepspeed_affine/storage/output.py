@@ -10,7 +10,7 @@ from types import TracebackType
 
 from deepspeed_affine.errors import PolicyError
 
-__all__ = ["StagedFolder", "fsync_folder", "fsync_tree", "replace_text", "sync_file"]
+__all__ = ["StagedFolder", "fsync_folder", "fsync_tree", "refuse_existing", "replace_text", "sync_file"]
 
 
 class StagedFolder:
@@ -26,7 +26,7 @@ class StagedFolder:
         self.parent, self.name = os.path.split(self.target)
         if not self.name:
             raise PolicyError(f"{self.target}: cannot be an output folder; expected a path to create. Choose another.")
-        self._refuse_existing()
+        refuse_existing(self.target)
         self._made_parents = _make_folders(self.parent)
         try:
             self.path = tempfile.mkdtemp(prefix=f".{self.name[:100]}.", suffix=".partial", dir=self.parent)
@@ -45,21 +45,6 @@ class StagedFolder:
     ) -> None:
         self.discard()
 
-    def _refuse_existing(self) -> None:
-        try:
-            with os.scandir(self.target) as found:
-                taken = any(True for _ in found)
-        except FileNotFoundError:
-            taken = os.path.islink(self.target)
-        except NotADirectoryError:
-            taken = os.path.lexists(self.target)
-        if taken:
-            raise PolicyError(
-                f"{self.target}: exists already; expected a path to create. Choose another output folder, or move or "
-                "remove this one.",
-                file=self.target,
-            )
-
     def publish(self, *, durable: bool = True, files_synced: bool = False) -> None:
         """After this the folder is at its target, whole and (unless told otherwise) on the disk.
 
@@ -69,12 +54,12 @@ class StagedFolder:
             raise PolicyError(f"{self.target}: was published or discarded before; expected one publication.")
         if durable:
             fsync_tree(self.path, files=not files_synced)
-        self._refuse_existing()
+        refuse_existing(self.target)
         try:
             os.rename(self.path, self.target)
         except OSError as exc:
             if exc.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                self._refuse_existing()
+                refuse_existing(self.target)
             raise
         self._open = False
         if durable:
@@ -94,6 +79,23 @@ class StagedFolder:
     def _remove_parents(self) -> None:
         """Folders made on the way to the target go again, unless somebody else uses them by now."""
         _remove_empty(self._made_parents)
+
+
+def refuse_existing(target: str) -> None:
+    """Nothing is at ``target``, or an empty folder; anything else raises PolicyError."""
+    try:
+        with os.scandir(target) as found:
+            taken = any(True for _ in found)
+    except FileNotFoundError:
+        taken = os.path.islink(target)
+    except NotADirectoryError:
+        taken = os.path.lexists(target)
+    if taken:
+        raise PolicyError(
+            f"{target}: exists already; expected a path to create. Choose another output folder, or move or remove "
+            "this one.",
+            file=target,
+        )
 
 
 def _remove_empty(folders: list[str]) -> None:
