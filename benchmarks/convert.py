@@ -45,7 +45,7 @@ class Measured:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the generated checkpoint, about: whole layers of 0.6 GB")
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="checkpoint size, about: whole layers of 0.6 GB")
     parser.add_argument("--stage", type=int, choices=(1, 3), default=1, help="1: ZeRO-1 with TP 2; 3: ZeRO-3 with DP 2")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2, help="workers of each of DeepSpeed's two phases, and of ours")
