@@ -29,11 +29,8 @@ SOURCES = ("train.py", "real_models.py", "real_optimizers.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for marker in (
-        "quick: the real tests that a short run takes along, at least one of each family",
-        "cases(*names): the real checkpoints a test takes, so that one process start makes them all",
-    ):
-        config.addinivalue_line("markers", marker)
+    marker = "cases(*names): the real checkpoints a test takes, so that one process start makes them all"
+    config.addinivalue_line("markers", marker)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +183,8 @@ def _remove(folder: Path) -> None:
 def _wanted(session: pytest.Session) -> list[str]:
     names = []
     for item in session.items:
+        if not item.path.is_relative_to(HERE):
+            continue
         callspec = getattr(item, "callspec", None)
         if callspec is not None and "case" in callspec.params:
             names.append(callspec.params["case"])
