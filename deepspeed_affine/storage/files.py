@@ -1,0 +1,162 @@
+"""Reading bytes of files at offsets: no maps, so that a file cut short is an error and never the end of the process."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from types import TracebackType
+
+from deepspeed_affine.errors import CheckpointFormatError
+
+__all__ = ["ByteReader", "FolderEntry", "MetadataFile", "absolute", "list_folder", "open_metadata"]
+
+MOST_OPEN = 128
+"""Descriptors kept open at once; folders have thousands of files and processes a limit of 1024."""
+
+
+@dataclass(frozen=True, slots=True)
+class FolderEntry:
+    """One entry of a folder; ``size`` is in bytes and None for what is no regular file."""
+
+    name: str
+    size: int | None
+    is_folder: bool = False
+
+
+class MetadataFile:
+    """An open file to read small parts of; closing it is the caller's."""
+
+    def __init__(self, path: str) -> None:
+        # Without O_NONBLOCK a named pipe would wait for a writer that never comes.
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        status = os.fstat(self._fd)
+        self.size = status.st_size
+        self.is_regular = stat.S_ISREG(status.st_mode)
+
+    def pread(self, count: int, offset: int) -> bytes:
+        """Up to ``count`` bytes at ``offset``; fewer only where the file ends, or as the system likes."""
+        return os.pread(self._fd, count, offset)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def open_metadata(path: str) -> MetadataFile:
+    """The file at ``path``, open for small reads; raises OSError or ValueError as ``open`` does."""
+    return MetadataFile(path)
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """``path`` as every other function here takes it: absolute and without a trailing slash."""
+    return os.path.abspath(os.fspath(path))
+
+
+def list_folder(path: str) -> list[FolderEntry]:
+    """The entries of the folder itself, in order of their names; raises OSError as ``os.scandir`` does."""
+    found = []
+    with os.scandir(path) as entries:
+        for entry in entries:
+            regular = entry.is_file()
+            found.append(FolderEntry(entry.name, entry.stat().st_size if regular else None, entry.is_dir()))
+    return sorted(found, key=lambda entry: entry.name)
+
+
+class _Handle:
+    __slots__ = ("fd", "users")
+
+    def __init__(self, path: str) -> None:
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.users = 0
+
+
+class ByteReader:
+    """Reads byte ranges of any number of files from any number of threads, with at most ``MOST_OPEN`` idle handles.
+
+    What it returns is what the file held at that moment. A file that has become shorter, or cannot be read, raises
+    CheckpointFormatError naming it.
+    """
+
+    def __init__(self) -> None:
+        self._handles: OrderedDict[str, _Handle] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> ByteReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """After this no descriptor is open; the object may still be used."""
+        with self._lock:
+            for path in [path for path, handle in self._handles.items() if not handle.users]:
+                os.close(self._handles.pop(path).fd)
+
+    def size(self, path: str) -> int:
+        """The file's size in bytes, now."""
+        try:
+            return os.stat(path).st_size
+        except OSError as error:
+            raise _unreadable(path, error) from error
+
+    def read_into(self, path: str, offset: int, out: memoryview) -> None:
+        """``out`` (contiguous, writable, any format) holds the bytes of the file from ``offset`` on."""
+        view = out.cast("B") if out.format != "B" or out.ndim != 1 else out
+        handle = self._take(path)
+        try:
+            done = 0
+            while done < len(view):
+                try:
+                    got = os.preadv(handle.fd, [view[done:]], offset + done)
+                except OSError as error:
+                    raise _unreadable(path, error) from error
+                if not got:
+                    raise CheckpointFormatError(
+                        f"{path}: ends at byte {offset + done}, expected to reach byte {offset + len(view)}. The file "
+                        "became shorter after its metadata was read: let nothing write to it and run again.",
+                        file=path,
+                    )
+                done += got
+        finally:
+            self._give_back(path, handle)
+
+    def read(self, path: str, offset: int, count: int) -> bytes:
+        """``count`` bytes of the file from ``offset`` on."""
+        buffer = bytearray(count)
+        self.read_into(path, offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def _take(self, path: str) -> _Handle:
+        with self._lock:
+            handle = self._handles.get(path)
+            if handle is None:
+                try:
+                    handle = self._handles[path] = _Handle(path)
+                except OSError as error:
+                    raise _unreadable(path, error) from error
+            self._handles.move_to_end(path)
+            handle.users += 1
+            return handle
+
+    def _give_back(self, path: str, handle: _Handle) -> None:
+        with self._lock:
+            handle.users -= 1
+            if len(self._handles) <= MOST_OPEN:
+                return
+            for name, held in self._handles.items():
+                if not held.users:
+                    os.close(self._handles.pop(name).fd)
+                    return
+
+
+def _unreadable(path: str, error: OSError) -> CheckpointFormatError:
+    return CheckpointFormatError(
+        f"{path}: cannot be read ({error.strerror or error}); expected the file its metadata was read from. Check that "
+        "it is still there and readable.",
+        file=path,
+    )
