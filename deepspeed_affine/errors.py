@@ -6,7 +6,7 @@ carried in fields (``param``, ``rank``, ``file``) so that callers need not parse
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 __all__ = [
     "AffineError",
@@ -90,6 +90,9 @@ class Faults:
 
     def __len__(self) -> int:
         return len(self._faults)
+
+    def __iter__(self) -> Iterator[AffineError]:
+        return iter(self._faults)
 
     def add(self, fault: AffineError) -> None:
         self._faults.extend(fault.faults)
