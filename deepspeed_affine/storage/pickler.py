@@ -1,8 +1,7 @@
 """A protocol-2 pickler that writes, opcode for opcode, what CPython's own writes for the objects as they were.
 
 The standard pickler imports every class it names, to check it. This one takes a class's name for what it is, so
-stand-ins go back to the opcodes of the objects they stand for. It has the interface torch.save expects of
-``pickle_module.Pickler``.
+stand-ins go back to the opcodes of the objects they stand for.
 """
 
 from __future__ import annotations
@@ -10,59 +9,50 @@ from __future__ import annotations
 import _compat_pickle
 import codecs
 import copyreg
+import io
 import pickle
 import struct
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from itertools import islice
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from deepspeed_affine.errors import UnsupportedLayoutError
 from deepspeed_affine.storage.numpy_values import current_numpy_name, numpy_value
-from deepspeed_affine.storage.refs import NO_STATE, Global, StandIn, StorageRef, TensorRef, TorchSize
+from deepspeed_affine.storage.refs import NO_STATE, Global, StandIn, TorchSize
 
-__all__ = ["StandInPickler", "attribute_names"]
+__all__ = ["StandInPickler", "attribute_names", "encode_int"]
 
 _BATCH = 1000
+_PUTS = [pickle.BINPUT + bytes((index,)) for index in range(256)]
+_GETS = [pickle.BINGET + bytes((index,)) for index in range(256)]
 _TUPLE_CODES = (pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
 _NAMESPACE = Global("argparse", "Namespace")
 _END = object()
 
 
-class _Sink(Protocol):
-    def write(self, data: bytes, /) -> object: ...
-
-
 class StandInPickler:
-    """Pickles plain data, stand-ins and whatever reduces itself, to the bytes CPython's C pickler would write."""
+    """Pickles plain data, stand-ins and whatever reduces itself, to the bytes CPython's C pickler would write.
 
-    def __init__(self, file: _Sink, protocol: int = 2) -> None:
-        if protocol != 2:
-            raise UnsupportedLayoutError(
-                f"pickle protocol {protocol}: only protocol 2 is written, which is torch.save's. Leave it at 2."
-            )
-        self._write = file.write
+    Protocol 2, torch.save's. A subclass adds types to ``savers``.
+    """
+
+    savers: ClassVar[dict[type, Callable[[Any, Any], None]]] = {}
+
+    def __init__(self) -> None:
+        self._file = io.BytesIO()
+        self._write = self._file.write
         # The object is kept beside its index: an id is only unique while its object lives.
         self._memo: dict[int, tuple[int, object]] = {}
-        self._globals: dict[tuple[str, str], int] = {}
+        self._globals: dict[Global, int] = {}
+        self._count = 0
         self._numpy: dict[int, tuple[Any, StandIn]] = {}
 
-    def persistent_id(self, obj: Any) -> Any:
-        """Return None for objects pickled in place; torch.save overrides this to divert storages."""
-        return None
-
-    def reduce_ref(self, ref: TensorRef) -> tuple[Any, ...]:
-        """Return the reduce value of a tensor reference; the subclass knows where its bytes come from."""
-        raise UnsupportedLayoutError(f"a tensor of {ref.storage.path} in data that holds no tensors")
-
-    def storage_of(self, ref: StorageRef) -> Any:
-        """Return the object ``persistent_id`` knows for a storage reference."""
-        raise UnsupportedLayoutError(f"a storage of {ref.path} in data that holds no tensors")
-
-    def dump(self, obj: Any) -> None:
-        """Write the complete pickle of ``obj``."""
+    def dumps(self, obj: Any) -> bytes:
+        """Return the complete pickle of ``obj``; a pickler makes one."""
         self._write(pickle.PROTO + b"\x02")
         try:
             self.save(obj)
@@ -72,6 +62,7 @@ class StandInPickler:
                 "Flatten what the client state holds."
             ) from None
         self._write(pickle.STOP)
+        return self._file.getvalue()
 
     def save(self, obj: Any) -> None:
         """Write one object: its value, or the memo entry it already has."""
@@ -83,17 +74,13 @@ class StandInPickler:
         if known is not None:
             self._get(known[0])
             return
-        saver = _SAVERS.get(type(obj))
+        saver = self.savers.get(type(obj))
         if saver is not None:
             saver(self, obj)
-            return
-        pid = self.persistent_id(obj)
-        if pid is not None:
-            self.save(pid)
-            self._write(pickle.BINPERSID)
         elif isinstance(obj, (type, FunctionType, BuiltinFunctionType)):
             self._save_live_global(obj, None)
         else:
+            _refuse_live_tensor(obj)
             registered = copyreg.dispatch_table.get(type(obj))
             reduced = registered(obj) if registered is not None else obj.__reduce_ex__(2)
             if isinstance(reduced, str):
@@ -146,18 +133,18 @@ class StandInPickler:
             self._write(pickle.BUILD)
 
     def _memoize(self, obj: Any) -> None:
-        index = self._next_index()
-        self._memo[id(obj)] = (index, obj)
-        self._put(index)
+        self._memo[id(obj)] = (self._count, obj)
+        self._put()
 
-    def _next_index(self) -> int:
-        return len(self._memo) + len(self._globals)
-
-    def _put(self, index: int) -> None:
-        self._write(pickle.BINPUT + bytes((index,)) if index < 256 else pickle.LONG_BINPUT + struct.pack("<I", index))
+    def _put(self) -> int:
+        """Give what was just written the next memo entry, as the C pickler does also where nothing reads it back."""
+        index = self._count
+        self._count = index + 1
+        self._write(_PUTS[index] if index < 256 else pickle.LONG_BINPUT + struct.pack("<I", index))
+        return index
 
     def _get(self, index: int) -> None:
-        self._write(pickle.BINGET + bytes((index,)) if index < 256 else pickle.LONG_BINGET + struct.pack("<I", index))
+        self._write(_GETS[index] if index < 256 else pickle.LONG_BINGET + struct.pack("<I", index))
 
     def _save_live_global(self, obj: Any, name: str | None) -> None:
         name = name or getattr(obj, "__qualname__", None) or obj.__name__
@@ -172,22 +159,22 @@ class StandInPickler:
 
     def save_global(self, named: Global) -> None:
         """Write a name; one memo entry per name, as one per class object is what the standard pickler has."""
-        module, name = current_numpy_name(named.module, named.qualname)
-        known = self._globals.get((module, name))
+        known = self._globals.get(named)
         if known is not None:
             self._get(known)
             return
-        parent, _, last = name.rpartition(".")
+        current = Global(*current_numpy_name(named.module, named.qualname))
+        if current != named:
+            self.save_global(current)
+            return
+        parent, _, last = named.qualname.rpartition(".")
         if parent:
             self.save(getattr)
-            self.save((Global(module, parent), last))
+            self.save((Global(named.module, parent), last))
             self._write(pickle.REDUCE)
         else:
-            old_module, old_name = _python2_name(module, name)
-            self._write(pickle.GLOBAL + f"{old_module}\n{old_name}\n".encode())
-        index = self._next_index()
-        self._globals[(module, name)] = index
-        self._put(index)
+            self._write(_global_opcode(named))
+        self._globals[named] = self._put()
 
     def save_str(self, obj: str) -> None:
         encoded = obj.encode("utf-8", "surrogatepass")
@@ -262,13 +249,6 @@ class StandInPickler:
     def save_torch_size(self, obj: TorchSize) -> None:
         self.save_reduce(Global("torch", "Size"), (tuple(obj),), obj=obj)
 
-    def save_tensor_ref(self, obj: TensorRef) -> None:
-        self.save_reduce(*self.reduce_ref(obj), obj=obj)
-
-    def save_storage_ref(self, obj: StorageRef) -> None:
-        self.save(self.persistent_id(self.storage_of(obj)))
-        self._write(pickle.BINPERSID)
-
     def save_stand_in(self, obj: StandIn) -> None:
         if id(obj) not in self._numpy:
             self._numpy[id(obj)] = (numpy_value(obj, self._numpy), obj)
@@ -313,15 +293,28 @@ class StandInPickler:
             self._write(pickle.SETITEMS if len(batch) > 1 else pickle.SETITEM)
 
 
+def _refuse_live_tensor(obj: Any) -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and (isinstance(obj, (torch.Tensor, torch.storage.TypedStorage)) or torch.is_storage(obj)):
+        raise UnsupportedLayoutError(
+            f"a live {type(obj).__name__} in what is to be written; expected a reference to a stored tensor or a new "
+            "one. Save the tensor first and pass what was read from its file."
+        )
+
+
 def _batches(items: Iterator[Any]) -> Iterator[list[Any]]:
     while batch := list(islice(items, _BATCH)):
         yield batch
 
 
-def _python2_name(module: str, name: str) -> tuple[str, str]:
+@lru_cache(maxsize=256)
+def _global_opcode(named: Global) -> bytes:
+    module, name = named.module, named.qualname
     if (module, name) in _compat_pickle.REVERSE_NAME_MAPPING:
-        return _compat_pickle.REVERSE_NAME_MAPPING[(module, name)]
-    return _compat_pickle.REVERSE_IMPORT_MAPPING.get(module, module), name
+        module, name = _compat_pickle.REVERSE_NAME_MAPPING[(module, name)]
+    else:
+        module = _compat_pickle.REVERSE_IMPORT_MAPPING.get(module, module)
+    return pickle.GLOBAL + f"{module}\n{name}\n".encode()
 
 
 def _instance_state(obj: StandIn) -> Any:
@@ -352,7 +345,8 @@ def attribute_names(attributes: dict[Any, Any], *, intern_as_is: bool = False) -
     return made
 
 
-def _encode_int(value: int) -> bytes:
+def encode_int(value: int) -> bytes:
+    """Return the opcode for ``value``."""
     if 0 <= value <= 0xFF:
         return pickle.BININT1 + bytes((value,))
     if 0 <= value <= 0xFFFF:
@@ -369,23 +363,23 @@ def _encode_int(value: int) -> bytes:
 _ATOMS: dict[type, Callable[[Any], bytes]] = {
     type(None): lambda _: pickle.NONE,
     bool: lambda value: pickle.NEWTRUE if value else pickle.NEWFALSE,
-    int: _encode_int,
+    int: encode_int,
     float: lambda value: pickle.BINFLOAT + struct.pack(">d", value),
 }
 
-_SAVERS: dict[type, Callable[[StandInPickler, Any], None]] = {
-    str: StandInPickler.save_str,
-    bytes: StandInPickler.save_bytes,
-    bytearray: StandInPickler.save_bytearray,
-    tuple: StandInPickler.save_tuple,
-    list: StandInPickler.save_list,
-    dict: StandInPickler.save_dict,
-    set: StandInPickler.save_set,
-    frozenset: StandInPickler.save_set,
-    OrderedDict: StandInPickler.save_ordered_dict,
-    TorchSize: StandInPickler.save_torch_size,
-    TensorRef: StandInPickler.save_tensor_ref,
-    StorageRef: StandInPickler.save_storage_ref,
-    StandIn: StandInPickler.save_stand_in,
-    Global: StandInPickler.save_global,
-}
+StandInPickler.savers.update(
+    {
+        str: StandInPickler.save_str,
+        bytes: StandInPickler.save_bytes,
+        bytearray: StandInPickler.save_bytearray,
+        tuple: StandInPickler.save_tuple,
+        list: StandInPickler.save_list,
+        dict: StandInPickler.save_dict,
+        set: StandInPickler.save_set,
+        frozenset: StandInPickler.save_set,
+        OrderedDict: StandInPickler.save_ordered_dict,
+        TorchSize: StandInPickler.save_torch_size,
+        StandIn: StandInPickler.save_stand_in,
+        Global: StandInPickler.save_global,
+    }
+)

@@ -7,6 +7,7 @@ repeats that order. Nothing depends on the value; equal files are simply easier 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 __all__ = ["serialization_id"]
 
@@ -14,6 +15,7 @@ _MASK = (1 << 64) - 1
 _MURMUR_MULTIPLIER = 0xC6A4A7935BD1E995
 _MURMUR_SEED = 0xC70F6907
 _HEAD, _END = -1, -2
+_FEW = 16
 _BUCKETS = (13, 29, 59, 127, 257, 541, 1109, 2357, 5087, 10273, 20753, 42043, 85229, 172933, 351061, 712697, 1447153)
 
 
@@ -22,13 +24,22 @@ def serialization_id(names: Sequence[str], crcs: Iterable[int]) -> str:
 
     ``crcs`` are those of the records that are not empty.
     """
-    by_name = 0
-    for value in _set_order([_hash_bytes(name.encode()) for name in names]):
-        by_name = _combine(by_name, value)
+    by_name = _of_few(tuple(names)) if len(names) <= _FEW else _of_names(names)
     by_data = 0
     for crc in crcs:
         by_data = _combine(by_data, crc)
     return f"{by_name:020d}{by_data:020d}"
+
+
+def _of_names(names: Sequence[str]) -> int:
+    by_name = 0
+    for value in _set_order([_hash_bytes(name.encode()) for name in names]):
+        by_name = _combine(by_name, value)
+    return by_name
+
+
+# Nearly every file of a conversion holds one tensor, and so has the same few names.
+_of_few = lru_cache(maxsize=64)(_of_names)
 
 
 def _combine(seed: int, value: int) -> int:

@@ -279,7 +279,7 @@ def test_edits_between_reading_and_writing(tmp_path):
         out = {key: value for key, value in root["optimizer"].items() if key != "big"}
         out["group_paddings"] = [0, 0]
         out["param_groups"] = root["optimizer"]["inner"]["param_groups"]
-        out["new"] = torch.ones(3)
+        out["moved"] = [out.pop("t"), root["optimizer"]["t"]]
         return out
 
     inner = {"param_groups": [{"lr": 0.1, "betas": (0.9, 0.95), "params": [0]}]}
@@ -300,6 +300,17 @@ def test_what_protocol_2_cannot_say_is_refused(tmp_path):
         deep = [deep]
     with pytest.raises(UnsupportedLayoutError, match="nested deeper"):
         save_objects(tmp_path / "x.pt", deep)
+
+
+@pytest.mark.parametrize(
+    "live",
+    [torch.ones(2), torch.nn.Parameter(torch.ones(2)), torch.ones(2).untyped_storage(), torch.ones(2)._typed_storage()],
+    ids=["tensor", "parameter", "storage", "typed storage"],
+)
+def test_live_tensors_are_refused(tmp_path, live):
+    with pytest.raises(UnsupportedLayoutError, match="a live"):
+        save_objects(tmp_path / "x.pt", {"a": [live]})
+    assert not (tmp_path / "x.pt").exists()
 
 
 def test_gadgets_are_written_again_and_never_run(tmp_path):
