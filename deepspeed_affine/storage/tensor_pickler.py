@@ -220,7 +220,7 @@ class TensorPickler(StandInPickler):
         elif found.element != element or found.nbytes < ref.nbytes:
             raise UnsupportedLayoutError(
                 f"{ref.path}: storage {ref.key!r} is seen as {found.nbytes} bytes of {found.element} and as "
-                f"{ref.nbytes} of {element}; torch.save writes one view of a storage only. Save a clone of one of them.",
+                f"{ref.nbytes} of {element}; torch.save writes one view of a storage. Save a clone of one of them.",
                 file=ref.path,
             )
         return found
