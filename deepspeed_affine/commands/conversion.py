@@ -22,7 +22,7 @@ from deepspeed_affine.plan.conversion import ConversionPlan, ShardPieces
 from deepspeed_affine.plan.paths import check_paths
 from deepspeed_affine.storage.refs import Global, StandIn
 
-__all__ = ["ConversionOptions", "Suspect", "build_plan"]
+__all__ = ["ConversionOptions", "Suspect", "build_plan", "patterns_without_parameter"]
 
 UC_VERSION = 0.4
 
@@ -182,14 +182,7 @@ class _Builder:
     def _report_unused(self) -> None:
         if self.flat or not self.lowered:
             return
-        # Experts are placed by their own records, frozen parameters and aliases come from the module; a pattern that
-        # names one of them has still found its parameter.
-        names = {*self.checkpoint.experts}
-        for file in self.checkpoint.model_files:
-            names.update(file.module or (), file.frozen_shapes, file.aliases)
-        names.difference_update(param.name for param in self.lowered)
-        placed = {key for name in names for key in self.info.category_patterns_of(name)}
-        unused = tuple(key for key in unused_patterns(self.info, self.lowered) if key not in placed)
+        unused = patterns_without_parameter(self.checkpoint, self.info, self.lowered)
         if unused and self.options.strict:
             raise CheckpointFormatError(
                 f"universal_checkpoint_info: no parameter matches {list(unused)}; every pattern must match one. "
@@ -202,6 +195,20 @@ class _Builder:
         if self.checkpoint.states.empty_states:
             names = ", ".join(sorted(self.checkpoint.states.empty_states))
             self.files.notes.append(f"optimizer states saved as None, nothing to carry: {names}")
+
+
+def patterns_without_parameter(
+    checkpoint: Checkpoint, info: UcInfo, lowered: Sequence[LoweredParam]
+) -> tuple[str, ...]:
+    """The patterns of ``info`` that decide nothing about ``lowered`` and match nothing else of the checkpoint."""
+    # Experts are placed by their own records, frozen parameters and aliases come from the module; a pattern that
+    # names one of them has still found its parameter.
+    names = {*checkpoint.experts}
+    for file in checkpoint.model_files:
+        names.update(file.module or (), file.frozen_shapes, file.aliases)
+    names.difference_update(param.name for param in lowered)
+    placed = {key for name in names for key in info.category_patterns_of(name)}
+    return tuple(key for key in unused_patterns(info, lowered) if key not in placed)
 
 
 def _collect(faults: Faults, step: Callable[..., None], *args: str) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
 
 from packaging.version import InvalidVersion, Version
 
 from deepspeed_affine.errors import PolicyError
 
 __all__ = ["StockRules"]
+
+NEWEST_KNOWN = "0.19.8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,14 @@ class StockRules:
     """From 0.19.4: uneven shards can be converted; earlier, one shape is taken for all ranks."""
     skips_absent_states: bool
     """From 0.19.8: a state nobody saved is skipped; earlier converters fail on the empty list."""
+
+    @classmethod
+    def installed(cls) -> StockRules:
+        """The rules of the DeepSpeed that is installed, and the newest known where none is."""
+        try:
+            return cls.for_version(installed_version("deepspeed"))
+        except PackageNotFoundError:
+            return cls.for_version(NEWEST_KNOWN)
 
     @classmethod
     def for_version(cls, version: str) -> StockRules:
