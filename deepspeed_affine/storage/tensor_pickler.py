@@ -14,6 +14,8 @@ from deepspeed_affine.storage.refs import Global, StorageRef, TensorRef
 
 __all__ = ["NewTensor", "TensorPickler"]
 
+_DIFFERENTIABLE = {"float64", "float32", "float16", "bfloat16", "complex64", "complex128"}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewTensor:
@@ -28,9 +30,10 @@ class NewTensor:
             raise InvalidMapError(f"a new tensor has dtype {self.dtype!r}; expected a name such as 'float32'")
         if not all(type(extent) is int and extent >= 0 for extent in self.shape):
             raise InvalidMapError(f"a new tensor has shape {self.shape}; expected non-negative ints")
-        if self.requires_grad and not self.dtype.startswith(("float", "bfloat", "complex")):
+        if self.requires_grad and self.dtype not in _DIFFERENTIABLE:
             raise InvalidMapError(
-                f"a new tensor of dtype {self.dtype!r} requires a gradient; only real and complex can"
+                f"a new tensor of dtype {self.dtype!r} requires a gradient; torch.load reads the flag back for "
+                f"{', '.join(sorted(_DIFFERENTIABLE))} only"
             )
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 
 __all__ = ["Record", "directory", "directory_size"]
 
@@ -18,42 +17,28 @@ _DESCRIPTOR64 = struct.Struct("<4sL2Q")
 _CLOSING_SIZE = 56 + 20 + 22
 
 
-@dataclass(slots=True)
 class Record:
     """One uncompressed record whose header is at ``header_offset``; its data is 64-byte aligned."""
 
-    name: bytes
-    header_offset: int
-    size: int
+    __slots__ = ("_extra", "data_offset", "end", "header_offset", "name", "size")
+
+    def __init__(self, name: bytes, header_offset: int, size: int) -> None:
+        self.name = name
+        self.header_offset = header_offset
+        self.size = size
+        self._extra = b"" if size < _MAX32 and header_offset < _MAX32 else _zip64_extra(size, header_offset)
+        start = header_offset + _LOCAL.size + len(name) + len(self._extra) + 4
+        self.data_offset = -(-start // _ALIGNMENT) * _ALIGNMENT
+        self.end = self.data_offset + size + (self._descriptor_layout.size if size else 0)
 
     @property
-    def extra(self) -> bytes:
-        """The 64-bit fields, where size or offset needs them."""
-        if self.size < _MAX32 and self.header_offset < _MAX32:
-            return b""
-        extra = b"" if self.size < _MAX32 else struct.pack("<2Q", self.size, self.size)
-        extra += b"" if self.header_offset < _MAX32 else struct.pack("<Q", self.header_offset)
-        return struct.pack("<2H", 1, len(extra)) + extra
-
-    @property
-    def descriptor_size(self) -> int:
-        if not self.size:
-            return 0
-        return _DESCRIPTOR64.size if self.extra else _DESCRIPTOR.size
-
-    @property
-    def data_offset(self) -> int:
-        start = self.header_offset + _LOCAL.size + len(self.name) + len(self.extra) + 4
-        return -(-start // _ALIGNMENT) * _ALIGNMENT
-
-    @property
-    def end(self) -> int:
-        return self.data_offset + self.size + self.descriptor_size
+    def _descriptor_layout(self) -> struct.Struct:
+        return _DESCRIPTOR64 if self._extra else _DESCRIPTOR
 
     def header(self) -> bytes:
         """What precedes the data."""
-        name, extra = self.name, self.extra
-        padding = -(self.header_offset + _LOCAL.size + len(name) + len(extra) + 4) % _ALIGNMENT
+        name, extra = self.name, self._extra
+        padding = self.data_offset - self.header_offset - _LOCAL.size - len(name) - len(extra) - 4
         flags = _UTF8_NAME | _SIZES_FOLLOW if self.size else _UTF8_NAME
         extra_size = len(extra) + 4 + padding
         head = _LOCAL.pack(b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(name), extra_size)
@@ -63,8 +48,7 @@ class Record:
         """What follows the data."""
         if not self.size:
             return b""
-        layout = _DESCRIPTOR64 if self.extra else _DESCRIPTOR
-        return layout.pack(b"PK\x07\x08", crc, self.size, self.size)
+        return self._descriptor_layout.pack(b"PK\x07\x08", crc, self.size, self.size)
 
     def whole(self, data: bytes, crc: int) -> bytes:
         """Header, data and what follows it, of a record small enough to be in memory."""
@@ -72,11 +56,21 @@ class Record:
 
     def entry(self, crc: int) -> bytes:
         """The record's line in the directory."""
-        name, extra = self.name, self.extra
+        name, extra = self.name, self._extra
         size, offset = min(self.size, _MAX32), min(self.header_offset, _MAX32)
         flags = _UTF8_NAME | _SIZES_FOLLOW if size else _UTF8_NAME
         fixed = (0, 0, 0, 0, flags, 0, 0, 0, crc, size, size, len(name), len(extra), 0, 0, 0, 0, offset)
         return _CENTRAL.pack(b"PK\x01\x02", *fixed) + name + extra
+
+    @property
+    def entry_size(self) -> int:
+        return _CENTRAL.size + len(self.name) + len(self._extra)
+
+
+def _zip64_extra(size: int, header_offset: int) -> bytes:
+    extra = b"" if size < _MAX32 else struct.pack("<2Q", size, size)
+    extra += b"" if header_offset < _MAX32 else struct.pack("<Q", header_offset)
+    return struct.pack("<2H", 1, len(extra)) + extra
 
 
 def directory(records: list[Record], crcs: list[int], offset: int) -> bytes:
@@ -105,4 +99,4 @@ def directory(records: list[Record], crcs: list[int], offset: int) -> bytes:
 
 def directory_size(records: list[Record]) -> int:
     """Return the bytes ``directory`` will take."""
-    return _CLOSING_SIZE + sum(_CENTRAL.size + len(record.name) + len(record.extra) for record in records)
+    return _CLOSING_SIZE + sum([record.entry_size for record in records])

@@ -1,6 +1,7 @@
 """Written files are torch.save's, whole and byte for byte; torch.load, zipfile and unzip accept them."""
 
 import collections
+import io
 import pickle
 import shutil
 import subprocess
@@ -15,17 +16,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deepspeed_affine.errors import InvalidMapError
+from deepspeed_affine.errors import InvalidMapError, UnsupportedLayoutError
 from deepspeed_affine.storage.crc import crc32_combine, crc32_of_zeros
 from deepspeed_affine.storage.pt_reader import load_pickle
-from deepspeed_affine.storage.pt_writer import NewTensor, PtLayout, TensorFileWriter, archive_name
-from deepspeed_affine.storage.refs import new_instance
+from deepspeed_affine.storage.pt_writer import NewTensor, PlacedStorage, PtLayout, TensorFileWriter, archive_name
+from deepspeed_affine.storage.refs import StorageRef, TensorRef, new_instance
 
 
 def placeholders(value, found):
     """The same object with a placeholder for every tensor; ``found`` collects the tensors in pickling order."""
     if isinstance(value, torch.Tensor):
-        made = NewTensor(str(value.dtype).removeprefix("torch."), tuple(value.shape))
+        made = NewTensor(str(value.dtype).removeprefix("torch."), tuple(value.shape), value.requires_grad)
         found[id(made)] = (value, made)
         return made
     if isinstance(value, dict):
@@ -35,13 +36,34 @@ def placeholders(value, found):
     return value
 
 
+def bytes_of(tensor):
+    tensor = tensor.detach().contiguous()
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def front_to_back(layout, data_of):
+    """The file as a writer that cannot seek makes it; ``data_of`` returns the bytes of a placed storage."""
+    written, crcs = b"", {}
+    for part in layout.sequence(crcs):
+        if isinstance(part, PlacedStorage):
+            assert part.byte_offset == len(written)
+            data = data_of(part)
+            crcs[part.key] = zlib.crc32(data)
+            written += data
+        else:
+            written += part
+    assert len(written) == layout.file_size
+    return written
+
+
 def write(path, root, found):
     layout = PtLayout(root, archive_name(path))
     crcs = {}
     with TensorFileWriter(path, layout) as writer:
         for placed in reversed(layout.storages):
             tensor = found[id(placed.tensor)][0]
-            data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+            data = bytes_of(tensor)
+            assert (placed.nbytes, placed.source) == (len(data), None)
             assert placed.byte_offset % 64 == 0
             for start in reversed(range(0, len(data), 7000)):
                 writer.write(placed.key, start, data[start : start + 7000])
@@ -49,6 +71,13 @@ def write(path, root, found):
         writer.finish(crcs)
         writer.sync()
     assert path.stat().st_size == layout.file_size
+    assert front_to_back(layout, lambda placed: bytes_of(found[id(placed.tensor)][0])) == path.read_bytes()
+    segments = [*layout.header(), *layout.trailer(crcs), *((p.byte_offset, bytes(p.nbytes)) for p in layout.storages)]
+    end = 0
+    for offset, data in sorted(segments):
+        assert offset == end or not data
+        end = max(end, offset + len(data))
+    assert end == layout.file_size
     return layout
 
 
@@ -77,6 +106,13 @@ CASES = {
     "many": {str(n): torch.full((n % 5,), float(n)) for n in range(1300)},
     "ordered": collections.OrderedDict(a=torch.ones(2), b=(1, 2.5, None, "text", b"bytes", [2**40, -1])),
     "strings torch uses itself": {"cpu": "storage", "storage": "cpu", "0": torch.ones(1)},
+    "gradients required": {
+        "param": torch.ones(2, 3, requires_grad=True),
+        "half": torch.ones(2, dtype=torch.bfloat16, requires_grad=True),
+        "complex": torch.ones(2, dtype=torch.complex64, requires_grad=True),
+        "none": torch.ones(4),
+    },
+    "many extents": torch.empty(2, 1, 3, 1, 2),
 }
 
 
@@ -91,7 +127,8 @@ def assert_same(got, expected):
     assert type(got) is type(expected)
     if isinstance(expected, torch.Tensor):
         assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
-        assert got.reshape(-1).view(torch.uint8).tolist() == expected.reshape(-1).view(torch.uint8).tolist()
+        assert got.requires_grad == expected.requires_grad
+        assert bytes_of(got) == bytes_of(expected)
     elif isinstance(expected, dict):
         assert list(got) == list(expected)
         for key in expected:
@@ -134,6 +171,60 @@ def test_one_placeholder_used_twice_is_one_tensor(tmp_path):
     made = placeholders(tensor, found)
     write(path, {"x": made, "y": made}, found)
     assert path.read_bytes() == expected.read_bytes()
+
+
+def test_a_shape_given_twice_is_written_twice_as_torch_writes_it(tmp_path):
+    shape = (2, 3)
+    tensors = [torch.ones(shape), torch.zeros(shape)]
+    expected, path = tmp_path / "a.pt", tmp_path / "b" / "a.pt"
+    path.parent.mkdir()
+    torch.save([*tensors, [2, 3]], expected)
+    made = [NewTensor("float32", shape), NewTensor("float32", shape)]
+    found = {id(new): (tensor, new) for new, tensor in zip(made, tensors, strict=True)}
+    write(path, [*made, [2, 3]], found)
+    assert path.read_bytes() == expected.read_bytes()
+
+
+def test_stored_and_new_tensors_in_one_file(tmp_path):
+    """The layout says where each storage's bytes come from; what is shared comes once."""
+    base, empty, u16 = torch.arange(10.0), torch.empty(0), torch.ones(3).to(torch.uint16)
+    first, expected = tmp_path / "x.pt", tmp_path / "y.pt"
+    torch.save({"view": base[2:], "all": base, "empty": empty, "u16": u16, "e": empty.view(0, 2)}, first)
+    live = torch.load(first)
+    new = torch.full((3, 4), 7.0, requires_grad=True)
+    torch.save([live["view"], {"new": new}, live["all"], live["empty"], live["u16"], live["e"]], expected)
+    root = load_pickle(first).root
+    made = NewTensor("float32", (3, 4), requires_grad=True)
+    graph = [root["view"], {"new": made}, root["all"], root["empty"], root["u16"], root["e"]]
+    layout = pickle.loads(pickle.dumps(PtLayout(graph, "y")))
+    assert [placed.key for placed in layout.storages] == ["0", "1", "2", "3", "4"]
+    assert [placed.nbytes for placed in layout.storages] == [40, 48, 0, 6, 0]
+    expected_sources = [root[key].storage.key if key else None for key in ("view", "", "empty", "u16", "e")]
+    assert [placed.source and placed.source.key for placed in layout.storages] == expected_sources
+    assert [placed.tensor is None for placed in layout.storages] == [True, False, True, True, True]
+
+    def data_of(placed):
+        if placed.source is None:
+            return bytes_of(new)
+        return first.read_bytes()[placed.source.byte_offset :][: placed.nbytes]
+
+    assert front_to_back(layout, data_of) == expected.read_bytes()
+    stored = load_pickle(expected).archive.storages
+    assert {p.key: p.byte_offset for p in layout.storages if p.nbytes} == {
+        key: ref.byte_offset for key, ref in stored.items() if ref.nbytes
+    }
+
+
+def test_a_storage_seen_as_two_types_is_refused_as_torch_refuses_it():
+    storage = StorageRef("/x.pt", "0", "float32", 4, 64, None, "cpu")
+    other = StorageRef("/x.pt", "0", "int32", 4, 64, None, "cpu")
+    larger = StorageRef("/x.pt", "0", "float32", 5, 64, None, "cpu")
+    for one in (other, larger):
+        with pytest.raises(UnsupportedLayoutError, match=r"/x\.pt: storage '0' is seen as 16 bytes of float32"):
+            PtLayout([TensorRef(storage, 0, (4,), (1,)), TensorRef(one, 0, (4,), (1,))])
+    live = torch.ones(4)
+    with pytest.raises(RuntimeError, match="different types"):
+        torch.save([live, live.view(torch.int32)], io.BytesIO())
 
 
 def test_a_stand_in_is_written_as_the_object_it_stands_for(tmp_path, monkeypatch):
@@ -208,6 +299,11 @@ def test_misuse_is_refused(tmp_path):
         NewTensor("float31", (2,))
     with pytest.raises(InvalidMapError, match="-1"):
         NewTensor("float32", (-1,))
+    for dtype in ("int64", "uint16", "float8_e4m3fn"):
+        with pytest.raises(InvalidMapError, match=dtype):
+            NewTensor(dtype, (2,), requires_grad=True)
+    with pytest.raises(InvalidMapError, match="storage 0 of 'archive' has no checksum"):
+        list(layout.sequence({}))
 
 
 @pytest.mark.parametrize(
