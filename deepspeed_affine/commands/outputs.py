@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from deepspeed_affine.execute.checkpoint import Checkpoint
 from deepspeed_affine.execute.model_file import AUTOEP_KEYS, UC_INFO
 from deepspeed_affine.lowering.reading import refuse
 from deepspeed_affine.plan.conversion import CopiedFile, ObjectFile, SourceStorage
+from deepspeed_affine.storage.files import file_size, name_of
 from deepspeed_affine.storage.pt_reader import load_pickle
 
 __all__ = ["copied_files", "object_files"]
@@ -27,12 +27,12 @@ def object_files(checkpoint: Checkpoint) -> list[ObjectFile]:
     storages: tuple[SourceStorage, ...] = ()
     if checkpoint.stage == 3 and checkpoint.optimizer_file is not None:
         # The file is the first rank's whole optimizer state, tensors included.
-        size = os.path.getsize(checkpoint.optimizer_file)
+        size = file_size(checkpoint.optimizer_file)
         storages = _storages(checkpoint.optimizer_file)
     files = [ObjectFile("zero/optimizer_state.pt", _optimizer_state(checkpoint), size, storages)]
     if checkpoint.experts:
         files += [
-            ObjectFile(os.path.basename(path), _with_layers(checkpoint, path), os.path.getsize(path), _storages(path))
+            ObjectFile(name_of(path), _with_layers(checkpoint, path), file_size(path), _storages(path))
             for path in _model_paths(checkpoint)
         ]
     return files
@@ -42,10 +42,7 @@ def copied_files(checkpoint: Checkpoint) -> tuple[CopiedFile, ...]:
     """The model-state files that go into the output as they are."""
     if checkpoint.experts:
         return ()
-    return tuple(
-        CopiedFile(os.path.basename(path), path, os.path.getsize(path), _storages(path))
-        for path in _model_paths(checkpoint)
-    )
+    return tuple(CopiedFile(name_of(path), path, file_size(path), _storages(path)) for path in _model_paths(checkpoint))
 
 
 def _storages(path: str) -> tuple[SourceStorage, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +16,7 @@ from deepspeed_affine.lowering.zero import Fragment, StoredTensor, fragment_piec
 from deepspeed_affine.plan.conversion import Fill, ObjectFile, ShardPieces, SourceStorage, TensorFile, plan_sources
 from deepspeed_affine.plan.paths import state_path
 from deepspeed_affine.storage.dtypes import item_size
+from deepspeed_affine.storage.files import ByteReader
 from deepspeed_affine.storage.refs import StorageRef, TensorRef
 
 __all__ = ["BARE", "ConversionOptions", "Entries", "Source", "TensorFiles", "source_storage"]
@@ -238,8 +238,8 @@ def _dtype(tensor: StoredTensor) -> str:
 def _scalar_bytes(value: Any) -> tuple[str, bytes]:
     if not isinstance(value, TensorRef):
         return type(value).__name__, repr(value).encode()
-    with open(value.storage.path, "rb") as file:
-        return value.dtype, os.pread(file.fileno(), value.nbytes, value.byte_offset)
+    with ByteReader() as reader:
+        return value.dtype, reader.read(value.storage.path, value.byte_offset, value.nbytes)
 
 
 def _rescaled(pieces: tuple[AffinePiece, ...], power: int) -> tuple[AffinePiece, ...]:

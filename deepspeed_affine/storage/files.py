@@ -1,4 +1,7 @@
-"""Reading bytes of files at offsets: no maps, so that a file cut short is an error and never the end of the process."""
+"""Reading bytes of files at offsets: no maps, so that a file cut short is an error and never the end of the process.
+
+Every function takes a local path or, with fsspec installed, a URL; the module for URLs is imported when one is given.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,33 @@ import os
 import stat
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Protocol
 
 from deepspeed_affine.errors import CheckpointFormatError
+from deepspeed_affine.storage.urls import absolute, is_url, join, name_of, parent_of
 
-__all__ = ["ByteReader", "FolderEntry", "MetadataFile", "absolute", "list_folder", "open_metadata"]
+__all__ = [
+    "ByteReader",
+    "FolderEntry",
+    "MetadataFile",
+    "absolute",
+    "file_size",
+    "is_file",
+    "is_folder",
+    "is_url",
+    "join",
+    "list_folder",
+    "name_of",
+    "open_metadata",
+    "parent_of",
+    "read_small",
+]
 
-MOST_OPEN = 128
-"""Descriptors kept open at once; folders have thousands of files and processes a limit of 1024."""
+MOST_OPEN = 32
+"""Idle descriptors kept; opening one again costs little, and folders have more files than a process may open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +47,44 @@ class FolderEntry:
     is_folder: bool = False
 
 
-class MetadataFile:
-    """An open file to read small parts of; closing it is the caller's."""
+class MetadataFile(Protocol):
+    """An open file to read small parts of; closing it is the caller's.
 
+    ``version`` is text that changes when the file is written anew: the time of its last change, or an object's tag.
+    """
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def is_regular(self) -> bool: ...
+
+    @property
+    def version(self) -> str: ...
+
+    def pread(self, count: int, offset: int) -> bytes:
+        """Up to ``count`` bytes at ``offset``; fewer only where the file ends, or as the system likes."""
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """A hint: these (start, stop) will be read soon. Worth a call where every read is a journey."""
+
+    def close(self) -> None: ...
+
+
+class _LocalFile:
     def __init__(self, path: str) -> None:
         # Without O_NONBLOCK a named pipe would wait for a writer that never comes.
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         status = os.fstat(self._fd)
         self.size = status.st_size
         self.is_regular = stat.S_ISREG(status.st_mode)
+        self.version = str(status.st_mtime_ns)
 
     def pread(self, count: int, offset: int) -> bytes:
-        """Up to ``count`` bytes at ``offset``; fewer only where the file ends, or as the system likes."""
         return os.pread(self._fd, count, offset)
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        pass
 
     def close(self) -> None:
         os.close(self._fd)
@@ -46,12 +92,16 @@ class MetadataFile:
 
 def open_metadata(path: str) -> MetadataFile:
     """The file at ``path``, open for small reads; raises OSError or ValueError as ``open`` does."""
-    return MetadataFile(path)
+    return _LocalFile(path)
 
 
-def absolute(path: str | os.PathLike[str]) -> str:
-    """``path`` as every other function here takes it: absolute and without a trailing slash."""
-    return os.path.abspath(os.fspath(path))
+def read_small(path: str, most: int) -> bytes:
+    """The first ``most`` bytes of the file at ``path``, or all of it; raises OSError or ValueError as ``open`` does."""
+    file = open_metadata(path)
+    try:
+        return file.pread(most, 0)
+    finally:
+        file.close()
 
 
 def list_folder(path: str) -> list[FolderEntry]:
@@ -62,6 +112,21 @@ def list_folder(path: str) -> list[FolderEntry]:
             regular = entry.is_file()
             found.append(FolderEntry(entry.name, entry.stat().st_size if regular else None, entry.is_dir()))
     return sorted(found, key=lambda entry: entry.name)
+
+
+def is_file(path: str) -> bool:
+    """True where a file is at ``path``."""
+    return os.path.isfile(path)
+
+
+def is_folder(path: str) -> bool:
+    """True where a folder is at ``path``."""
+    return os.path.isdir(path)
+
+
+def file_size(path: str) -> int:
+    """The size in bytes of the file at ``path``; raises OSError where there is none."""
+    return os.stat(path).st_size
 
 
 class _Handle:

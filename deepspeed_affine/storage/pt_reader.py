@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -11,6 +10,7 @@ from typing import Any
 
 from deepspeed_affine.errors import CheckpointFormatError
 from deepspeed_affine.storage.dtypes import ITEM_SIZES, LEGACY_STORAGE_DTYPES
+from deepspeed_affine.storage.files import MetadataFile, absolute, open_metadata
 from deepspeed_affine.storage.refs import META_LOCATION, Global, StorageRef
 from deepspeed_affine.storage.unpickle import load_inert
 from deepspeed_affine.storage.zip_reader import ZipDirectory, read_directory
@@ -23,20 +23,29 @@ _MAX_SMALL_RECORD = 4096
 
 @dataclass(frozen=True, slots=True)
 class PtArchive:
-    """What a .pt file is apart from its object: its records and every storage its pickle names."""
+    """What a .pt file is apart from its object: its records and every storage its pickle names.
+
+    ``digest`` identifies the content of every record that has a checksum: all of them where ``has_crc`` says that no
+    storage lacks one. ``version`` is the file's, as ``open_metadata`` gives it.
+    """
 
     path: str
     prefix: str
     file_size: int
     storages: Mapping[str, StorageRef]
     has_crc: bool
+    digest: str
+    version: str
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _archive, (self.path, self.prefix, self.file_size, dict(self.storages), self.has_crc)
+        storages = dict(self.storages)
+        return _archive, (self.path, self.prefix, self.file_size, storages, self.has_crc, self.digest, self.version)
 
 
-def _archive(path: str, prefix: str, file_size: int, storages: dict[str, StorageRef], has_crc: bool) -> PtArchive:
-    return PtArchive(path, prefix, file_size, MappingProxyType(storages), has_crc)
+def _archive(
+    path: str, prefix: str, file_size: int, storages: dict[str, StorageRef], has_crc: bool, digest: str, version: str
+) -> PtArchive:
+    return PtArchive(path, prefix, file_size, MappingProxyType(storages), has_crc, digest, version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +62,9 @@ def load_pickle(path: str | os.PathLike[str]) -> Loaded:
     Raises CheckpointFormatError naming the file when it is missing, truncated, damaged, compressed, of the other
     byte order, or in torch's format of before 1.6.
     """
-    name = os.path.abspath(os.fspath(path))
+    name = absolute(path)
     try:
-        # Without O_NONBLOCK a named pipe would wait for a writer that never comes.
-        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        file = open_metadata(name)
     except (OSError, ValueError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else exc
         raise CheckpointFormatError(
@@ -64,22 +72,22 @@ def load_pickle(path: str | os.PathLike[str]) -> Loaded:
             file=name,
         ) from exc
     try:
-        return _load(fd, name)
+        return _load(file, name)
     except OSError as exc:
         raise CheckpointFormatError(
             f"{name}: cannot be read ({exc.strerror}); expected a .pt file. Check the disk it is on.", file=name
         ) from exc
     finally:
-        os.close(fd)
+        file.close()
 
 
-def _load(fd: int, path: str) -> Loaded:
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+def _load(file: MetadataFile, path: str) -> Loaded:
+    if not file.is_regular:
         raise CheckpointFormatError(f"{path}: is no regular file; expected a .pt file. Check the path.", file=path)
-    start = os.pread(fd, 4, 0)
+    start = file.pread(4, 0)
     if start != _ZIP_START:
-        raise _not_a_zip(path, start, os.fstat(fd).st_size)
-    directory = read_directory(fd, path)
+        raise _not_a_zip(path, start, file.size)
+    directory = read_directory(file, path)
     prefix = _prefix(directory)
     if f"{prefix}/constants.pkl" in directory.records:
         raise CheckpointFormatError(
@@ -87,12 +95,23 @@ def _load(fd: int, path: str) -> Loaded:
             file=path,
         )
     directory.require_stored()
-    _check_byte_order(fd, directory, prefix)
-    storages = _Storages(fd, directory, prefix)
-    data = directory.read(fd, directory.records[f"{prefix}/data.pkl"])
+    directory.prefetch(file)
+    _check_byte_order(file, directory, prefix)
+    storages = _Storages(file, directory, prefix)
+    data = directory.read(file, directory.records[f"{prefix}/data.pkl"])
     root = load_inert(data, storages.persistent_load, path)
-    archive = PtArchive(path, prefix, directory.file_size, MappingProxyType(storages.found), storages.has_crc)
-    return Loaded(root, archive)
+    return Loaded(
+        root,
+        PtArchive(
+            path,
+            prefix,
+            directory.file_size,
+            MappingProxyType(storages.found),
+            storages.has_crc,
+            directory.digest,
+            file.version,
+        ),
+    )
 
 
 def _not_a_zip(path: str, start: bytes, size: int) -> CheckpointFormatError:
@@ -128,11 +147,11 @@ def _prefix(directory: ZipDirectory) -> str:
     return top[0]
 
 
-def _check_byte_order(fd: int, directory: ZipDirectory, prefix: str) -> None:
+def _check_byte_order(file: MetadataFile, directory: ZipDirectory, prefix: str) -> None:
     record = directory.records.get(f"{prefix}/byteorder")
     if record is None:
         return
-    order = directory.read(fd, record) if record.size <= _MAX_SMALL_RECORD else b"?"
+    order = directory.read(file, record) if record.size <= _MAX_SMALL_RECORD else b"?"
     if order != b"little":
         raise CheckpointFormatError(
             f"{directory.path}: its byte order is {order.decode('ascii', 'backslashreplace')!r}; expected 'little'. "
@@ -144,8 +163,8 @@ def _check_byte_order(fd: int, directory: ZipDirectory, prefix: str) -> None:
 class _Storages:
     """Turns the persistent ids of one file into storage references, each checked against its record."""
 
-    def __init__(self, fd: int, directory: ZipDirectory, prefix: str) -> None:
-        self.fd = fd
+    def __init__(self, file: MetadataFile, directory: ZipDirectory, prefix: str) -> None:
+        self.file = file
         self.directory = directory
         self.prefix = prefix
         self.found: dict[str, StorageRef] = {}
@@ -201,7 +220,7 @@ class _Storages:
         crc = record.crc32 if record.crc32 or not record.size else None
         if crc is None:
             self.has_crc = False
-        return StorageRef(path, key, dtype, numel, self.directory.data_offset(self.fd, record), crc, location)
+        return StorageRef(path, key, dtype, numel, self.directory.data_offset(self.file, record), crc, location)
 
     def _wrong_size(self, key: str, dtype: str, numel: int, size: int) -> CheckpointFormatError:
         path = self.directory.path

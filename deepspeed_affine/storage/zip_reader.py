@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import hashlib
 import struct
 import zlib
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from deepspeed_affine.errors import CheckpointFormatError
+from deepspeed_affine.storage.files import MetadataFile
 
 __all__ = ["ZipDirectory", "ZipRecord", "read_directory"]
 
@@ -21,6 +22,7 @@ _LOCAL = struct.Struct("<4s5H3L2H")
 _MAX32 = 0xFFFFFFFF
 _MAX16 = 0xFFFF
 _LONGEST_COMMENT = 0xFFFF
+_LONGEST_DESCRIPTOR = 24
 _ENCRYPTED = 0x1
 
 
@@ -38,12 +40,23 @@ class ZipRecord:
 
 @dataclass(frozen=True, slots=True)
 class ZipDirectory:
-    """All records of the archive at ``path``; each lies inside the file."""
+    """All records of the archive at ``path``; each lies inside the file.
+
+    ``digest`` is the SHA-256 of the directory, which holds the checksum of every record that has one.
+    """
 
     path: str
     file_size: int
     directory_offset: int
     records: Mapping[str, ZipRecord]
+    digest: str
+
+    def prefetch(self, file: MetadataFile) -> None:
+        """A hint to ``file`` that every record's headers will be read: those before its bytes and those after."""
+        file.prefetch(
+            (record.header_offset - _LONGEST_DESCRIPTOR, record.header_offset + _LOCAL.size + len(record.raw_name))
+            for record in self.records.values()
+        )
 
     def require_stored(self) -> None:
         """Raise CheckpointFormatError unless every record's bytes are in the file as they are."""
@@ -55,9 +68,9 @@ class ZipDirectory:
                     file=self.path,
                 )
 
-    def data_offset(self, fd: int, record: ZipRecord) -> int:
+    def data_offset(self, file: MetadataFile, record: ZipRecord) -> int:
         """Return where the record's bytes begin, absolute in the file; its local header is checked on the way."""
-        header = os.pread(fd, _LOCAL.size + len(record.raw_name), record.header_offset)
+        header = file.pread(_LOCAL.size + len(record.raw_name), record.header_offset)
         if len(header) < _LOCAL.size:
             raise _damaged(self.path, f"record {record.name!r} has no complete local header")
         fields = _LOCAL.unpack_from(header)
@@ -74,12 +87,12 @@ class ZipDirectory:
                 f"record {record.name!r} ends at byte {start + record.size}, past the archive's directory "
                 f"at byte {self.directory_offset}",
             )
-        self._check_end(fd, record, start + record.size)
+        self._check_end(file, record, start + record.size)
         return start
 
-    def _check_end(self, fd: int, record: ZipRecord, end: int) -> None:
+    def _check_end(self, file: MetadataFile, record: ZipRecord, end: int) -> None:
         """Raise unless the record ends where something begins: a wrong length in its header would shift its bytes."""
-        following = os.pread(fd, 8, end)
+        following = file.pread(8, end)
         if following[:4] == b"PK\x07\x08":
             if following[4:] == struct.pack("<L", record.crc32):
                 return
@@ -87,11 +100,11 @@ class ZipDirectory:
             return
         raise _damaged(self.path, f"record {record.name!r} does not end at byte {end}, where its headers say it does")
 
-    def read(self, fd: int, record: ZipRecord) -> bytes:
+    def read(self, file: MetadataFile, record: ZipRecord) -> bytes:
         """Return the record's bytes, checked against their CRC where one was recorded. For small records."""
-        start, parts, got = self.data_offset(fd, record), [], 0
+        start, parts, got = self.data_offset(file, record), [], 0
         while got < record.size:
-            part = os.pread(fd, record.size - got, start + got)
+            part = file.pread(record.size - got, start + got)
             if not part:
                 raise _damaged(self.path, f"record {record.name!r} has {got} of its {record.size} bytes")
             parts.append(part)
@@ -110,16 +123,16 @@ def _damaged(path: str, fact: str) -> CheckpointFormatError:
     )
 
 
-def read_directory(fd: int, path: str) -> ZipDirectory:
+def read_directory(file: MetadataFile, path: str) -> ZipDirectory:
     """Return the archive's directory, every offset and size checked against the file's size.
 
     Raises CheckpointFormatError naming ``path`` for a truncated, damaged or encrypted archive.
     """
-    file_size = os.fstat(fd).st_size
-    count, size, offset, end = _find_directory(fd, path, file_size)
+    file_size = file.size
+    count, size, offset, end = _find_directory(file, path, file_size)
     if offset + size != end:
         raise _damaged(path, f"its directory should end at byte {end} and ends at byte {offset + size}")
-    raw = os.pread(fd, size, offset)
+    raw = file.pread(size, offset)
     if len(raw) != size:
         raise _damaged(path, f"its directory has {len(raw)} of {size} bytes")
     records: dict[str, ZipRecord] = {}
@@ -137,13 +150,13 @@ def read_directory(fd: int, path: str) -> ZipDirectory:
         records[record.name] = record
     if position != size:
         raise _damaged(path, f"its directory lists {count} records in {position} of {size} bytes")
-    return ZipDirectory(path, file_size, offset, MappingProxyType(records))
+    return ZipDirectory(path, file_size, offset, MappingProxyType(records), hashlib.sha256(raw).hexdigest())
 
 
-def _find_directory(fd: int, path: str, file_size: int) -> tuple[int, int, int, int]:
+def _find_directory(file: MetadataFile, path: str, file_size: int) -> tuple[int, int, int, int]:
     """Return (records, directory bytes, directory offset, where the directory ends)."""
     tail_start = max(0, file_size - _END.size - _LONGEST_COMMENT)
-    tail = os.pread(fd, file_size - tail_start, tail_start)
+    tail = file.pread(file_size - tail_start, tail_start)
     at = tail.rfind(b"PK\x05\x06")
     while at >= 0:
         if at + _END.size <= len(tail):
@@ -156,10 +169,10 @@ def _find_directory(fd: int, path: str, file_size: int) -> tuple[int, int, int, 
     end = tail_start + at
     count, size, offset = fields[4], fields[5], fields[6]
     locator_at = end - _END64_LOCATOR.size
-    locator = os.pread(fd, _END64_LOCATOR.size, locator_at) if locator_at >= 0 else b""
+    locator = file.pread(_END64_LOCATOR.size, locator_at) if locator_at >= 0 else b""
     if locator[:4] == b"PK\x06\x07":
         _, _, end64_at, _ = _END64_LOCATOR.unpack(locator)
-        raw = os.pread(fd, _END64.size, end64_at) if end64_at + _END64.size <= locator_at else b""
+        raw = file.pread(_END64.size, end64_at) if end64_at + _END64.size <= locator_at else b""
         if len(raw) != _END64.size or raw[:4] != b"PK\x06\x06":
             raise _damaged(path, f"its 64-bit directory end is not at byte {end64_at}")
         fields64 = _END64.unpack(raw)
