@@ -41,6 +41,16 @@ class AffineError(ValueError):
         self.file = file
         self.faults: tuple[AffineError, ...] = (self,)
 
+    def to_dict(self) -> dict[str, object]:
+        """The fault as plain values, for JSON."""
+        return {
+            "kind": type(self).__name__,
+            "message": self.message,
+            "param": self.param,
+            "rank": self.rank,
+            "file": self.file,
+        }
+
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.message,), {**self.__dict__, "faults": None})
 

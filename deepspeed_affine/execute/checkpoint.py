@@ -6,12 +6,13 @@ and brings together what they say.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults
+from deepspeed_affine.execute.attempts import Reading
 from deepspeed_affine.execute.model_file import UC_INFO, ModelFile, read_model_file
 from deepspeed_affine.lowering.experts import (
     ExpertLayer,
@@ -23,13 +24,15 @@ from deepspeed_affine.lowering.experts import (
 )
 from deepspeed_affine.lowering.reading import as_count, as_mapping
 from deepspeed_affine.lowering.states import Place, ShardKey, StateTable, read_zero3, read_zero12
-from deepspeed_affine.storage.folder import CheckpointFile, CheckpointFolder, scan_folder
-from deepspeed_affine.storage.pt_reader import load_pickle
+from deepspeed_affine.storage.files import is_file, join
+from deepspeed_affine.storage.folder import CheckpointFile, CheckpointFolder, scan_folder, survey_folder
+from deepspeed_affine.storage.pt_reader import Loaded, load_pickle
 from deepspeed_affine.storage.refs import StandIn, TensorRef
 
-__all__ = ["Checkpoint", "ModelFile", "read_checkpoint"]
+__all__ = ["DIMENSIONS", "Checkpoint", "ModelFile", "Survey", "read_checkpoint", "survey_checkpoint"]
 
 DIMENSIONS = "checkpoint_parallel_dimensions"
+"""Where a model-state file records the degrees of pipeline and tensor parallelism."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +67,44 @@ class Checkpoint:
         return None if info is None else as_mapping(info, f"{UC_INFO!r}", first.path)
 
 
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A folder described as far as it can be. ``checkpoint`` holds what its readable files say, ``missing`` the paths
+    of files that should be there, and ``faults`` everything for which ``read_checkpoint`` would refuse the folder."""
+
+    checkpoint: Checkpoint
+    missing: tuple[str, ...]
+    faults: tuple[AffineError, ...]
+
+
 def read_checkpoint(path: str) -> Checkpoint:
     """The checkpoint in ``path``, described from metadata alone: no tensor byte is read, nothing is executed.
 
     Raises CheckpointFormatError listing every missing rank and every file that contradicts the others.
     """
-    folder = scan_folder(path)
-    stage = _zero_stage(folder)
-    roots = _load_model_files(folder, stage)
-    tp_degree, pp_degree, dp_degree = _degrees(folder, stage, roots)
-    model_files = _model_files(roots, tp_degree)
-    experts = _experts(model_files)
-    expert_tensors = {} if experts else _expert_tensors(folder)
-    recorded = _shapes(model_files, tp_degree)
-    native = NativeExperts.from_names(expert_tensors, recorded or expert_tensors)
+    return _read(scan_folder(path), Reading(load_pickle))
+
+
+def survey_checkpoint(path: str, load: Callable[[str], Loaded] | None = None) -> Survey:
+    """The checkpoint in ``path`` as far as its readable files tell, with every fault; metadata alone is read.
+
+    ``load`` reads one file. Raises CheckpointFormatError only where there is no checkpoint file at all.
+    """
+    folder, faults = survey_folder(path)
+    reading = Reading(load or load_pickle, faults)
+    checkpoint = _read(folder, reading)
+    return Survey(checkpoint, tuple(faults.missing), reading.said)
+
+
+def _read(folder: CheckpointFolder, reading: Reading) -> Checkpoint:
+    stage = reading.attempt(3 if folder.zero_model_files else 1, _zero_stage, folder, reading)
+    roots = _load_model_files(folder, stage, reading)
+    tp_degree, pp_degree, dp_degree = reading.attempt(_degrees_by_name(folder), _degrees, folder, stage, roots)
+    model_files = _model_files(roots, tp_degree, reading)
+    experts: dict[str, ExpertLayer] = reading.attempt({}, _experts, model_files)
+    expert_tensors = {} if experts else _expert_tensors(folder, reading)
+    recorded = _shapes(model_files, tp_degree, reading)
+    native = reading.attempt(NativeExperts({}), NativeExperts.from_names, expert_tensors, recorded or expert_tensors)
     shapes = native.globalised(recorded)
     checkpoint = Checkpoint(
         folder=folder,
@@ -93,21 +120,29 @@ def read_checkpoint(path: str) -> Checkpoint:
         native_experts=native,
         expert_tensors=expert_tensors,
     )
-    _read_states(checkpoint)
+    _read_states(checkpoint, reading)
     return checkpoint
 
 
-def _zero_stage(folder: CheckpointFolder) -> int:
+def _zero_stage(folder: CheckpointFolder, reading: Reading) -> int:
     if not folder.optim_files:
-        if os.path.isfile(os.path.join(folder.path, "zero", "optimizer_state.pt")):
+        if is_file(join(folder.path, "zero", "optimizer_state.pt")):
             raise CheckpointFormatError(
                 f"{folder.path}: is a universal checkpoint already; a folder saved by a DeepSpeed engine is expected. "
                 "Pass the folder it was converted from.",
                 file=folder.path,
             )
         return 0
-    file = folder.optim_files[0].path
-    optimizer = _optimizer(load_pickle(file).root, file)
+    files = [file.path for file in folder.optim_files]
+    for file in files[:-1] if reading.is_survey else ():
+        # A survey asks the next file where this one is damaged, which is said when its states are read.
+        with suppress(AffineError):
+            return _stage_in(file, reading)
+    return _stage_in(files[-1] if reading.is_survey else files[0], reading)
+
+
+def _stage_in(file: str, reading: Reading) -> int:
+    optimizer = _optimizer(reading.load(file).root, file)
     stage = optimizer.get("zero_stage", 1)
     number = _enum_value(stage)
     # Without ZeRO there are no ZeRO files, except those of the bf16 optimizer, which records no stage.
@@ -126,11 +161,15 @@ def _enum_value(value: Any) -> int | None:
     return int(value) if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _load_model_files(folder: CheckpointFolder, stage: int) -> list[tuple[CheckpointFile, Mapping[str, Any]]]:
-    return [
-        (file, as_mapping(load_pickle(file.path).root, "the model state", file.path))
-        for file in (folder.zero_model_files if stage == 3 else folder.model_files)
-    ]
+def _load_model_files(
+    folder: CheckpointFolder, stage: int, reading: Reading
+) -> list[tuple[CheckpointFile, Mapping[str, Any]]]:
+    def root(file: CheckpointFile) -> Mapping[str, Any] | None:
+        return as_mapping(reading.load(file.path).root, "the model state", file.path)
+
+    files = folder.zero_model_files if stage == 3 else folder.model_files
+    read = ((file, reading.attempt(None, root, file)) for file in files)
+    return [(file, state) for file, state in read if state is not None]
 
 
 def _degrees(
@@ -173,15 +212,26 @@ def _degrees(
     return tp, pp, max(folder.dp_degree, 1)
 
 
-def _model_files(roots: Sequence[tuple[CheckpointFile, Mapping[str, Any]]], tp_degree: int) -> tuple[ModelFile, ...]:
-    files = []
+def _degrees_by_name(folder: CheckpointFolder) -> tuple[int, int, int]:
+    """What a survey assumes where the files do not agree on the degrees."""
+    tp = len({file.mp for file in folder.layer_files}) or folder.mp_degree
+    return tp, max(1, folder.mp_degree // tp), max(folder.dp_degree, 1)
+
+
+def _model_files(
+    roots: Sequence[tuple[CheckpointFile, Mapping[str, Any]]], tp_degree: int, reading: Reading
+) -> tuple[ModelFile, ...]:
+    files: list[ModelFile] = []
     for file, root in roots:
-        pp, tp = divmod(file.mp or 0, tp_degree)
-        files.append(read_model_file(file.path, ShardKey(pp, tp), file.dp or 0, root))
+        shard = ShardKey(*divmod(file.mp or 0, tp_degree))
+        read = reading.attempt(None, read_model_file, file.path, shard, file.dp or 0, root)
+        files += [read] if read is not None else []
     return tuple(sorted(files, key=lambda item: (item.shard, item.rank)))
 
 
-def _shapes(model_files: Sequence[ModelFile], tp_degree: int) -> dict[str, tuple[tuple[int, ...] | None, ...]]:
+def _shapes(
+    model_files: Sequence[ModelFile], tp_degree: int, reading: Reading
+) -> dict[str, tuple[tuple[int, ...] | None, ...]]:
     by_name: dict[str, list[tuple[int, ...] | None]] = {}
     faults = Faults()
     for file in model_files:
@@ -201,7 +251,7 @@ def _shapes(model_files: Sequence[ModelFile], tp_degree: int) -> dict[str, tuple
                     )
                 )
             known[file.shard.tp] = shape
-    faults.raise_if_any()
+    reading.settle(faults)
     return {name: tuple(shapes) for name, shapes in by_name.items()}
 
 
@@ -219,17 +269,20 @@ def _experts(model_files: Sequence[ModelFile]) -> dict[str, ExpertLayer]:
     return found
 
 
-def _expert_tensors(folder: CheckpointFolder) -> dict[str, dict[int, Any]]:
+def _expert_tensors(folder: CheckpointFolder, reading: Reading) -> dict[str, dict[int, Any]]:
+    def root(file: CheckpointFile) -> Mapping[str, Any]:
+        return as_mapping(reading.load(file.path).root, "the expert's weights", file.path)
+
     found: dict[str, dict[int, Any]] = {}
+    nothing: Mapping[str, Any] = {}
     for file in folder.expert_files:
-        root = as_mapping(load_pickle(file.path).root, "the expert's weights", file.path)
-        for name, value in root.items():
+        for name, value in reading.attempt(nothing, root, file).items():
             if isinstance(value, TensorRef):
                 found.setdefault(name, {})[file.mp or 0] = value
     return found
 
 
-def _read_states(checkpoint: Checkpoint) -> None:
+def _read_states(checkpoint: Checkpoint, reading: Reading) -> None:
     by_shard: dict[ShardKey, dict[int, ModelFile]] = {}
     for model in checkpoint.model_files:
         by_shard.setdefault(model.shard, {})[model.rank] = model
@@ -240,7 +293,10 @@ def _read_states(checkpoint: Checkpoint) -> None:
         shard = ShardKey(pp, tp)
         models = by_shard.get(shard, {})
         model_file = models.get(dp_rank if checkpoint.stage == 3 else 0)
-        if model_file is None:
+        if model_file is None and reading.is_survey and checkpoint.stage < 3:
+            # That file is missing or damaged, which is said already; the slices are named without it.
+            model_file = read_model_file(file.path, shard, 0, {})
+        elif model_file is None:
             faults.add(
                 CheckpointFormatError(
                     f"{file.path}: no model-state file belongs to it (model-parallel rank {file.mp}); copy the "
@@ -250,7 +306,7 @@ def _read_states(checkpoint: Checkpoint) -> None:
             )
             continue
         try:
-            root = load_pickle(file.path).root
+            root = reading.load(file.path).root
             optimizer = _optimizer(root, file.path)
             place = _placement(checkpoint, root, model_file, shard, dp_rank, file.path)
             if checkpoint.stage == 3:
@@ -267,7 +323,7 @@ def _read_states(checkpoint: Checkpoint) -> None:
                 read_zero12(checkpoint.states, optimizer, place, model_file.shapes, file=file.path)
         except AffineError as fault:
             faults.add(fault)
-    faults.raise_if_any()
+    reading.settle(faults)
 
 
 def _placement(
@@ -276,7 +332,7 @@ def _placement(
     """Which shard a file's fragments belong to: its TP rank's, or for experts its expert-parallel rank's."""
     experts = checkpoint.experts
     folding = root.get("folding")
-    records = {entry["expert_key_prefix"]: entry for entry in model.autoep or ()}
+    records = {entry["expert_key_prefix"]: entry for entry in model.autoep or ()} if experts else {}
     config = model.root.get("ds_config")
     data_first = bool(config.get("use_data_before_expert_parallelism")) if isinstance(config, Mapping) else False
 

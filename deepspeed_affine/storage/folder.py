@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
 from deepspeed_affine.errors import CheckpointFormatError, Faults
+from deepspeed_affine.storage.files import FolderEntry, absolute, is_folder, join, list_folder, read_small
 from deepspeed_affine.storage.pt_reader import load_pickle
 
-__all__ = ["CheckpointFile", "CheckpointFolder", "FileKind", "parse_name", "scan_folder"]
+__all__ = [
+    "CheckpointFile",
+    "CheckpointFolder",
+    "FileKind",
+    "FolderFaults",
+    "parse_name",
+    "scan_folder",
+    "survey_folder",
+]
 
 FileKind = Literal["model", "zero_model", "zero_optim", "layer", "expert", "expert_optim"]
 
@@ -120,6 +129,18 @@ class CheckpointFolder:
         )
 
 
+class FolderFaults(Faults):
+    """What is wrong with a folder, one fault a file; ``missing`` are the paths of those that should be there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.missing: list[str] = []
+
+    def add_missing(self, path: str, reason: str) -> None:
+        self.missing.append(path)
+        self.add(_fault(path, f"is missing; expected, because {reason}. Copy it from where it was saved"))
+
+
 def parse_name(name: str, path: str = "", size: int = 0) -> CheckpointFile | None:
     """Return what a file's name says, or None for a name DeepSpeed gives to no checkpoint file."""
     for kind, pattern in _GRAMMAR:
@@ -138,9 +159,19 @@ def scan_folder(path: str | os.PathLike[str]) -> CheckpointFolder:
     Only the folder's own files count. Raises one CheckpointFormatError naming every file that is missing, empty,
     superfluous or there twice; for a folder that is no checkpoint it says which folder was probably meant.
     """
-    folder = os.path.abspath(os.fspath(path))
+    folder, faults = survey_folder(path)
+    faults.raise_if_any()
+    return folder
+
+
+def survey_folder(path: str | os.PathLike[str]) -> tuple[CheckpointFolder, FolderFaults]:
+    """Return the catalogue of a folder that may have holes, and all that ``scan_folder`` would refuse in it.
+
+    Raises CheckpointFormatError only for a folder without one checkpoint file.
+    """
+    folder = absolute(path)
     entries = _list(folder)
-    faults = Faults()
+    faults = FolderFaults()
     files: list[CheckpointFile] = []
     others: list[str] = []
     for entry in entries:
@@ -148,15 +179,14 @@ def scan_folder(path: str | os.PathLike[str]) -> CheckpointFolder:
         if parsed is None:
             others.append(entry.name)
             continue
-        file_path = os.path.join(folder, entry.name)
-        if not entry.is_file():
-            what = "a folder" if entry.is_dir() else "a link to nothing"
+        file_path = join(folder, entry.name)
+        if entry.size is None:
+            what = "a folder" if entry.is_folder else "a link to nothing"
             faults.add(_fault(file_path, f"is {what}; expected a checkpoint file. Copy the file itself"))
             continue
-        size = entry.stat().st_size
-        if size == 0:
+        if entry.size == 0:
             faults.add(_fault(file_path, "is empty; expected a checkpoint file. Copy it again"))
-        files.append(parse_name(entry.name, file_path, size) or parsed)
+        files.append(parse_name(entry.name, file_path, entry.size) or parsed)
     if not files:
         faults.raise_if_any()
         raise _not_a_checkpoint(folder, entries)
@@ -164,18 +194,17 @@ def scan_folder(path: str | os.PathLike[str]) -> CheckpointFolder:
     _check_contradictions(folder, files, faults)
     world = _stated_world(files, faults)
     dp_degree, mp_degree = _check_grids(folder, files, world, faults)
-    faults.raise_if_any()
-    return CheckpointFolder(folder, tuple(files), dp_degree, mp_degree, _offloaded(entries), tuple(sorted(others)))
+    offloaded = _offloaded(folder, entries)
+    return CheckpointFolder(folder, tuple(files), dp_degree, mp_degree, offloaded, tuple(sorted(others))), faults
 
 
 def _fault(subject: str, fact: str) -> CheckpointFormatError:
     return CheckpointFormatError(f"{subject}: {fact}.", file=subject)
 
 
-def _list(folder: str) -> list[os.DirEntry[str]]:
+def _list(folder: str) -> list[FolderEntry]:
     try:
-        with os.scandir(folder) as found:
-            return list(found)
+        return list_folder(folder)
     except NotADirectoryError:
         raise _fault(folder, "is a file; expected a checkpoint folder. Pass the folder it lies in") from None
     except OSError as exc:
@@ -184,32 +213,29 @@ def _list(folder: str) -> list[os.DirEntry[str]]:
         ) from exc
 
 
-def _offloaded(entries: Iterable[os.DirEntry[str]]) -> tuple[str, ...]:
-    for entry in entries:
-        if entry.name == _OFFLOADED and entry.is_dir():
-            with os.scandir(entry.path) as found:
-                return tuple(sorted(inner.name for inner in found if inner.is_dir()))
+def _offloaded(folder: str, entries: Sequence[FolderEntry]) -> tuple[str, ...]:
+    if any(entry.name == _OFFLOADED and entry.is_folder for entry in entries):
+        return tuple(inner.name for inner in list_folder(join(folder, _OFFLOADED)) if inner.is_folder)
     return ()
 
 
-def _not_a_checkpoint(folder: str, entries: list[os.DirEntry[str]]) -> CheckpointFormatError:
+def _not_a_checkpoint(folder: str, entries: Sequence[FolderEntry]) -> CheckpointFormatError:
     expected = "expected files such as mp_rank_00_model_states.pt"
     names = {entry.name for entry in entries}
     if "latest" in names:
         try:
-            with open(os.path.join(folder, "latest"), encoding="utf-8") as file:
-                tag = file.read(4096).strip()
+            tag = read_small(join(folder, "latest"), 4096).decode().strip()
         except (OSError, UnicodeDecodeError):
             tag = ""
-        if tag and os.path.isdir(os.path.join(folder, tag)):
-            inner = os.path.join(folder, tag)
+        if tag and is_folder(join(folder, tag)):
+            inner = join(folder, tag)
             return _fault(folder, f"holds checkpoints and is none itself; {expected}. Pass {inner!r}, its latest one")
-    inside = sorted(entry.name for entry in entries if entry.is_dir() and _holds_checkpoint(entry.path))
+    inside = [entry.name for entry in entries if entry.is_folder and _holds_checkpoint(join(folder, entry.name))]
     if inside:
-        shown = ", ".join(repr(os.path.join(folder, name)) for name in inside[:5])
+        shown = ", ".join(repr(join(folder, name)) for name in inside[:5])
         more = f" and {len(inside) - 5} more" if len(inside) > 5 else ""
         return _fault(folder, f"has no checkpoint files of its own; {expected}. Pass one of {shown}{more}")
-    if "zero" in names and os.path.isdir(os.path.join(folder, "zero")):
+    if "zero" in names and is_folder(join(folder, "zero")):
         return _fault(folder, f"looks like a universal checkpoint; {expected}. Pass the folder it was converted from")
     return _fault(
         folder,
@@ -219,8 +245,7 @@ def _not_a_checkpoint(folder: str, entries: list[os.DirEntry[str]]) -> Checkpoin
 
 def _holds_checkpoint(path: str) -> bool:
     try:
-        with os.scandir(path) as found:
-            return any(parse_name(entry.name) is not None for entry in found)
+        return any(parse_name(entry.name) is not None for entry in list_folder(path))
     except OSError:
         return False
 
@@ -261,7 +286,7 @@ def _stated_world(files: list[CheckpointFile], faults: Faults) -> tuple[int | No
                 root = load_pickle(file.path).root
             except CheckpointFormatError as exc:
                 faults.add(exc)
-                return None, None
+                continue
             values = [root.get(key) if isinstance(root, dict) else None for key in _WORLD_KEYS]
             dp, mp = (value if type(value) is int and value > 0 else None for value in values)
             return dp, mp
@@ -269,7 +294,7 @@ def _stated_world(files: list[CheckpointFile], faults: Faults) -> tuple[int | No
 
 
 def _check_grids(
-    folder: str, files: list[CheckpointFile], world: tuple[int | None, int | None], faults: Faults
+    folder: str, files: list[CheckpointFile], world: tuple[int | None, int | None], faults: FolderFaults
 ) -> tuple[int, int]:
     degrees: dict[FileKind, tuple[int, int]] = {}
     for kind in _GRIDS:
@@ -301,7 +326,7 @@ def _check_grids(
 
 
 def _check_grid(
-    folder: str, grid: list[CheckpointFile], world: tuple[int | None, int | None], faults: Faults
+    folder: str, grid: list[CheckpointFile], world: tuple[int | None, int | None], faults: FolderFaults
 ) -> tuple[int, int]:
     """Report the holes of a rank grid and the ranks beyond it; return its degrees (0 where names carry no dp rank)."""
     sample = grid[0]
@@ -315,8 +340,7 @@ def _check_grid(
     # Lazily: a damaged file may state, and a stray name may imply, any number of ranks.
     holes = ((dp, mp) for dp in range(dp_degree) for mp in range(mp_degree) if (dp, mp) not in present)
     for dp, mp in islice(holes, _MOST_HOLES):
-        path = os.path.join(folder, _rank_name(sample, dp, mp))
-        faults.add(_fault(path, f"is missing; expected, because {reason}. Copy it from where it was saved"))
+        faults.add_missing(join(folder, _rank_name(sample, dp, mp)), reason)
     for file in grid:
         if (file.dp or 0) >= dp_degree or (file.mp or 0) >= mp_degree:
             faults.add(
@@ -332,7 +356,7 @@ def _rank_name(sample: CheckpointFile, dp: int, mp: int) -> str:
     return f"{sample.prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}_{suffix}"
 
 
-def _check_layers(folder: str, files: list[CheckpointFile], faults: Faults) -> None:
+def _check_layers(folder: str, files: list[CheckpointFile], faults: FolderFaults) -> None:
     """Report holes among the model-parallel ranks of pipeline layers and among the experts of a layer.
 
     Layers need not be numbered without gaps (one without parameters has no file), and an expert need not have a
@@ -352,12 +376,7 @@ def _check_layers(folder: str, files: list[CheckpointFile], faults: Faults) -> N
         mp = min(file.mp or 0 for file in experts if file.layer == layer)
         missing += [f"{start}expert_{expert}_mp_rank_{mp:02d}_model_states.pt" for expert in _and_below(own) - own]
     for name in sorted(missing):
-        faults.add(
-            _fault(
-                os.path.join(folder, name),
-                "is missing; expected, because files of higher ranks exist. Copy it from where it was saved",
-            )
-        )
+        faults.add_missing(join(folder, name), "files of higher ranks exist")
 
 
 def _and_below(numbers: set[int | None]) -> set[int | None]:
