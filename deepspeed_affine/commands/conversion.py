@@ -9,7 +9,7 @@ from typing import Any
 from deepspeed_affine.commands.module_tensors import ModuleTensors
 from deepspeed_affine.commands.outputs import copied_files, object_files
 from deepspeed_affine.commands.tensor_files import BARE, ConversionOptions, Entries, Source, TensorFiles
-from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults, UnsupportedLayoutError
+from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults, InvalidMapError, UnsupportedLayoutError
 from deepspeed_affine.execute.checkpoint import Checkpoint
 from deepspeed_affine.ir import ParamAffineMap, replicated_map
 from deepspeed_affine.lowering import keys
@@ -18,6 +18,7 @@ from deepspeed_affine.lowering.lowered import LoweredParam, SubParamEntry
 from deepspeed_affine.lowering.merge import lower_param, unused_patterns
 from deepspeed_affine.lowering.states import FP32, ParamStates, shape_numel
 from deepspeed_affine.lowering.uc_info import UcInfo
+from deepspeed_affine.lowering.zero import check_consecutive
 from deepspeed_affine.plan.conversion import ConversionPlan, ShardPieces
 from deepspeed_affine.plan.paths import check_paths
 from deepspeed_affine.storage.refs import Global, StandIn
@@ -130,6 +131,14 @@ class _Builder:
 
     def _lower(self, name: str, shapes: Sequence[tuple[int, ...] | None]) -> LoweredParam:
         lowered = lower_param(self.info, name, shapes, self.checkpoint.tp_degree)
+        if lowered.category.contradicted_by and self.options.strict:
+            listed = " and ".join((lowered.rule.value, *lowered.category.contradicted_by))
+            raise InvalidMapError(
+                f"parameter {name!r}: {listed} all list it by its exact name and say different things of its layout; "
+                "one is expected. Remove it from the others where the training script defines them, or convert with "
+                "--no_strict, which takes the first.",
+                param=name,
+            )
         if name in self.options.replicated:
             lowered = lowered.as_replicated()
         self.lowered.append(lowered)
@@ -148,6 +157,11 @@ class _Builder:
     ) -> None:
         if states is None:
             return
+        for shard, fragments in states.tensors.get(FP32, {}).items() if self.checkpoint.stage < 3 else ():
+            if len({fragment.rank for fragment in fragments}) == len(fragments):
+                # Stored more than once, the copies are compared instead.
+                label = shard.label(self.checkpoint.pp_degree, axis)
+                check_consecutive(fragments, param=name, label=label)
         average = lowered is not None and lowered.average
         sources: list[Source] = []
         for state in sorted({*states.tensors, *states.whole}, key=lambda key: (key != FP32, key)):

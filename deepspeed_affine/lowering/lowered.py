@@ -33,6 +33,7 @@ class Category:
     """The branch of DeepSpeed's own chain a parameter takes, whether or not a map supersedes it.
 
     ``used`` lists the patterns this decision consulted with success, in DeepSpeed's sense of "used".
+    ``contradicted_by`` names other entries that list the parameter by its exact name and say something else.
     """
 
     rule: Rule
@@ -40,6 +41,7 @@ class Category:
     sub_params: SubParamRule | None
     vocabulary: str | None
     used: frozenset[str]
+    contradicted_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

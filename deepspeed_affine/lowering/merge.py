@@ -16,6 +16,7 @@ from deepspeed_affine.errors import AffineError, CheckpointFormatError, InvalidM
 from deepspeed_affine.ir import AffinePiece, ParamAffineMap, contiguous_split_map, replicated_map, sub_param_map
 from deepspeed_affine.ir.ints import as_extents
 from deepspeed_affine.lowering import keys
+from deepspeed_affine.lowering.categories import categorise
 from deepspeed_affine.lowering.lowered import Category, LoweredParam, Rule
 from deepspeed_affine.lowering.sub_params import resolve_sub_params
 from deepspeed_affine.lowering.uc_info import UcInfo
@@ -45,7 +46,7 @@ def lower_param(
     with _naming(name):
         recorded = [None if shape is None else as_extents(shape, "A recorded shard shape") for shape in shapes]
     found = info.affine_map(name)
-    category = _categorise(info, name, superseded=found is not None)
+    category = categorise(info, name, superseded=found is not None)
     rule, pattern = category.rule, category.pattern
     if found is not None:
         key, stored = found
@@ -85,40 +86,6 @@ def unused_patterns(info: UcInfo, lowered: Iterable[LoweredParam]) -> tuple[str,
     for param in lowered:
         unused.difference_update(param.category.used)
     return tuple(sorted(unused))
-
-
-def _categorise(info: UcInfo, name: str, *, superseded: bool) -> Category:
-    """Which branch of DeepSpeed's chain ``name`` takes; under a map, every pattern it matches counts as used."""
-    used: list[str] = []
-    sub_params = info.sub_param_rule(name)
-    if sub_params is not None:
-        used.append(sub_params[1])
-    if superseded:
-        lists = (info.replicated, info.average, info.two_sub_params, info.row, info.vocabulary)
-        matched = [patterns.matches(name) for patterns in lists]
-        used += [key for found in matched for key in found]
-        replicated, average, two, row, vocabulary = (found[0] if found else None for found in matched)
-    else:
-        replicated = info.replicated.single(name)
-        average = None if replicated else info.average.single(name)
-        two = None if replicated or average else info.two_sub_params.single(name)
-        reached_default = not (replicated or average or two or sub_params)
-        row = info.row.single(name) if reached_default else None
-        vocabulary = info.vocabulary.single(name)
-        used += [key for key in (replicated, average, two, row, vocabulary) if key]
-    if replicated:
-        rule, pattern = Rule.TP_REPLICATED, replicated
-    elif average:
-        rule, pattern = Rule.AVERAGE, average
-    elif two:
-        rule, pattern = Rule.TWO_SUB_PARAMS, two
-    elif sub_params:
-        rule, pattern = Rule.SUB_PARAMS, sub_params[1]
-    elif row:
-        rule, pattern = Rule.ROW_PARALLEL, row
-    else:
-        rule, pattern = Rule.COLUMN_PARALLEL, None
-    return Category(rule, pattern, sub_params[0] if sub_params else None, vocabulary, frozenset(used))
 
 
 def _complete(name: str, recorded: Sequence[Shape | None]) -> list[Shape]:

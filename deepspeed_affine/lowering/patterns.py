@@ -1,7 +1,8 @@
 """Parameter name patterns, matched the way DeepSpeed matches them, except where a pattern is a plain name.
 
-A key of the form ``^re.escape(name)$`` is that name and nothing else; every other key is a legacy pattern
-and is tried with ``re.match``, unanchored at the end, because that is what the writer of it was tested with.
+A key of the form ``^re.escape(name)$`` is that name and nothing else, and wins over patterns that match it too;
+every other key is a legacy pattern and is tried with ``re.match``, unanchored at the end, because that is what the
+writer of it was tested with.
 """
 
 from __future__ import annotations
@@ -68,14 +69,24 @@ class PatternList:
         both = {exact, *found}
         return tuple(key for key in self.keys if key in both)
 
+    def exact(self, name: str) -> str | None:
+        """The key that is ``name`` and nothing else, or None."""
+        return self._exact.get(name)
+
     def single(self, name: str) -> str | None:
-        """The one key that matches ``name``, or None; two are refused, since they may mean different things."""
+        """The key that decides about ``name``, or None: its exact key, else the one pattern that matches it.
+
+        Two patterns are refused, since they may mean different things.
+        """
+        exact = self._exact.get(name)
+        if exact is not None:
+            return exact
         found = self.matches(name)
         if len(found) > 1:
             raise CheckpointFormatError(
                 f"Parameter {name} is matched by {len(found)} patterns of {self.entry}: "
                 f"{', '.join(map(shown, found))}; expected at most one. Patterns match from the start of a name and "
-                "may end anywhere in it: close the shorter one with '$'.",
+                "may end anywhere in it: close the shorter one with '$', or list the name itself as '^name$'.",
                 param=name,
             )
         return found[0] if found else None

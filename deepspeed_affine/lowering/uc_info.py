@@ -96,8 +96,9 @@ class UcInfo:
         )
 
     def affine_map(self, name: str) -> tuple[str, ParamAffineMap] | None:
-        """The stored map of ``name`` with its key, or None; several keys may match it if they say the same."""
-        found = self.map_keys.matches(name)
+        """The stored map of ``name`` with its key, or None: its exact key's, else several may match if they agree."""
+        exact = self.map_keys.exact(name)
+        found = self.map_keys.matches(name) if exact is None else (exact,)
         if not found:
             return None
         first = self.maps[found[0]]
@@ -110,11 +111,11 @@ class UcInfo:
         return found[0], first
 
     def sub_param_rule(self, name: str) -> tuple[SubParamRule, str] | None:
-        """The first rule that matches ``name`` with the pattern that did; later rules are not looked at."""
+        """The first rule that matches ``name`` with the key that did; later rules are not looked at."""
         for rule in self.sub_params:
             found = rule.patterns.matches(name)
             if found:
-                return rule, found[0]
+                return rule, rule.patterns.exact(name) or found[0]
         return None
 
     def unsupported_reason(self, name: str) -> str | None:

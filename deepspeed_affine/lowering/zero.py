@@ -10,15 +10,16 @@ Composed with the tensor-parallel map it leads from file bytes straight to the f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 from deepspeed_affine.errors import CheckpointFormatError, InvalidMapError
 from deepspeed_affine.ir import AffinePiece
 from deepspeed_affine.ir.ints import row_major_strides
 
-__all__ = ["Fragment", "StoredTensor", "fragment_pieces", "whole_pieces", "zero3_interval"]
+__all__ = ["Fragment", "StoredTensor", "check_consecutive", "fragment_pieces", "whole_pieces", "zero3_interval"]
 
 
 class StoredTensor(Protocol):
@@ -100,6 +101,27 @@ def fragment_pieces(
             rank=rank,
         )
     return tuple(pieces)
+
+
+def check_consecutive(fragments: Sequence[Fragment], *, param: str, label: str) -> None:
+    """The fragments of one ZeRO-1 or ZeRO-2 shard, in data-parallel order, are one run cut at partition ends.
+
+    Files that stand in each other's place have fragments that fit together in number and not in place: a shard that
+    goes on in the next partition must reach the end of its own, and begin at the next one's first element.
+    """
+    held = [fragment for fragment in fragments if fragment.numel]
+    for before, after in pairwise(held):
+        reached, size = before.start + before.numel, _flat_numel(before.tensor, param, before.rank)
+        if after.rank == before.rank + 1 and reached == size and not after.start:
+            continue
+        raise CheckpointFormatError(
+            f"parameter {param!r}: {label} holds it up to element {reached} of {size} in data-parallel rank "
+            f"{before.rank}'s partition and from element {after.start} on in rank {after.rank}'s; a slice that goes on "
+            "reaches the end of one partition and begins the next. Optimizer files of two ranks were exchanged or "
+            "doubled, or come from different saves: copy each under its own name.",
+            param=param,
+            rank=after.rank,
+        )
 
 
 def whole_pieces(tensor: StoredTensor, storage: int) -> tuple[AffinePiece, ...]:

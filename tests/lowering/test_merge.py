@@ -251,11 +251,17 @@ class TestMaps:
 
     def test_two_map_patterns_for_one_parameter_must_say_the_same(self):
         entry, other = self.STORED.to_dict(), contiguous_split_map((6, 2), (5, 1), 0).to_dict()
-        agreed = {"affine_map": {"version": 1, "params": {"^w$": entry, "w": entry}}}
-        assert lower_param(agreed, "w", [(5, 2), (3, 2)]).pattern == "^w$"
-        info = {"affine_map": {"version": 1, "params": {"^w$": entry, "w": other}}}
-        with pytest.raises(CheckpointFormatError, match=re.escape("'^w$', 'w'")):
+        agreed = {"affine_map": {"version": 1, "params": {"w.?": entry, "w": entry}}}
+        assert lower_param(agreed, "w", [(5, 2), (3, 2)]).pattern == "w.?"
+        info = {"affine_map": {"version": 1, "params": {"w.?": entry, "w": other}}}
+        with pytest.raises(CheckpointFormatError, match=re.escape("'w.?', 'w'")):
             lower_param(info, "w", [(5, 2), (3, 2)])
+
+    def test_the_map_of_the_exact_name_wins_over_patterns(self):
+        entry, other = self.STORED.to_dict(), contiguous_split_map((6, 2), (5, 1), 0).to_dict()
+        info = {"affine_map": {"version": 1, "params": {"w": other, "^w$": entry, ".*": other}}}
+        found = lower_param(info, "w", [(5, 2), (3, 2)])
+        assert (found.pattern, found.map.canonical()) == ("^w$", self.STORED.canonical())
 
     def test_only_the_undescribed_among_the_unsupported_are_refused(self):
         info = {
@@ -342,3 +348,37 @@ def test_a_recorded_shape_that_is_none_is_refused_with_the_parameter(shape):
     with pytest.raises(InvalidMapError, match="Parameter x: A recorded shard shape") as caught:
         lower_param({}, "x", [shape])
     assert caught.value.param == "x"
+
+
+class TestExactKeys:
+    """A key that is the name itself decides before any pattern, whatever list it is in."""
+
+    @pytest.mark.parametrize(
+        ("key", "rule"),
+        [
+            (REPLICATED, Rule.TP_REPLICATED),
+            ("parameter_to_average_patterns", Rule.AVERAGE),
+            ("parameter_with_2_sub_params_cat_dim_0", Rule.TWO_SUB_PARAMS),
+            ("parameter_with_row_parallelism_patterns", Rule.ROW_PARALLEL),
+        ],
+    )
+    def test_in_each_list_over_patterns_of_every_list(self, key, rule):
+        lists = [
+            REPLICATED,
+            "parameter_to_average_patterns",
+            "parameter_with_2_sub_params_cat_dim_0",
+            "parameter_with_row_parallelism_patterns",
+        ]
+        info = {name: ["w", "w.*"] for name in lists} | {key: ["w", r"^w\.a$", "w.*"]}
+        found = lower_param(info, "w.a", [(4, 4)] * 2)
+        assert (found.rule, found.pattern) == (rule, r"^w\.a$")
+        assert found.category.contradicted_by == ()
+        assert found.category.used == {"w", r"^w\.a$", "w.*"}
+        with pytest.raises(CheckpointFormatError, match=r"w\.b.*'w', 'w\.\*'"):
+            lower_param(info, "w.b", [(4, 4)] * 2)
+
+    def test_two_exact_keys_of_different_lists_are_noticed(self):
+        info = {REPLICATED: ["^w$"], "parameter_with_row_parallelism_patterns": ["^w$"]}
+        found = lower_param(info, "w", [(4, 4)] * 2)
+        assert found.rule is Rule.TP_REPLICATED
+        assert found.category.contradicted_by == ("parameter_with_row_parallelism_patterns",)

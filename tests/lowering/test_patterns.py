@@ -48,6 +48,15 @@ def test_an_exact_key_beside_a_pattern_keeps_stored_order():
     assert patterns.matches("w.a") == ("w", exact_key("w.a"), "w.*")
 
 
+def test_an_exact_key_wins_over_patterns():
+    patterns = PatternList("entry", ["w", exact_key("w.a"), "w.*"])
+    assert patterns.single("w.a") == exact_key("w.a")
+    assert patterns.exact("w.a") == exact_key("w.a")
+    assert patterns.exact("w") is None
+    with pytest.raises(CheckpointFormatError, match=r"w\.b"):
+        patterns.single("w.b")
+
+
 def test_one_pattern_listed_twice_is_one_pattern():
     assert PatternList("entry", ["w", "w"]).single("w") == "w"
 

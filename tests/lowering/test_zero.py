@@ -10,6 +10,7 @@ from deepspeed_affine.errors import CheckpointFormatError, InvalidMapError
 from deepspeed_affine.ir import AffinePiece
 from deepspeed_affine.lowering.zero import (
     Fragment,
+    check_consecutive,
     fragment_pieces,
     row_major_strides,
     whole_pieces,
@@ -134,3 +135,32 @@ def test_row_major_strides_step_through_every_element_in_order(extents):
     shape = tuple(extents)
     piece = AffinePiece(shape, 0, row_major_strides(shape), 0, row_major_strides(shape), (0,))
     assert list(piece.source_offsets()) == list(range(piece.numel))
+
+
+class TestConsecutive:
+    """Slices of one ZeRO-1 shard that do not continue each other come from exchanged files."""
+
+    def parts(self, *found):
+        return [Fragment(Stored(0, (10,), (1,)), start, numel, rank) for rank, start, numel in found]
+
+    @pytest.mark.parametrize(
+        "found",
+        [
+            [(0, 3, 4)],
+            [(0, 3, 7), (1, 0, 2)],
+            [(0, 3, 7), (1, 0, 10), (2, 0, 1)],
+            [(0, 3, 7), (1, 0, 0), (1, 0, 2)],
+            [],
+        ],
+    )
+    def test_one_run_over_the_partitions(self, found):
+        check_consecutive(self.parts(*found), param="w", label="tp 0")
+
+    @pytest.mark.parametrize(
+        "found",
+        [[(0, 0, 2), (1, 3, 7)], [(0, 3, 6), (1, 0, 3)], [(0, 3, 7), (2, 0, 2)], [(0, 3, 7), (1, 1, 2)]],
+    )
+    def test_anything_else_is_refused(self, found):
+        with pytest.raises(CheckpointFormatError, match=r"'w': tp 0 .* exchanged") as caught:
+            check_consecutive(self.parts(*found), param="w", label="tp 0")
+        assert caught.value.param == "w"
