@@ -1,0 +1,174 @@
+"""What is at the place an output is to get, and whether it may go there."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from deepspeed_affine.errors import SHOWN_FAULTS, CheckpointFormatError, PolicyError
+from deepspeed_affine.storage.manifest import MANIFEST_NAME, Manifest, identity_differences
+
+__all__ = [
+    "OutputState",
+    "examine",
+    "in_one_line",
+    "is_taken",
+    "refuse_existing",
+    "require_replaceable",
+    "require_space",
+    "require_target",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputState:
+    """What is at an output's path: nothing, an empty folder, the output of this very job, or anything else.
+
+    ``differences`` says, a line each, why it is not the output of this job; ``manifest`` is the one found there.
+    """
+
+    target: str
+    kind: Literal["absent", "empty", "complete", "foreign"]
+    differences: tuple[str, ...] = ()
+    manifest: Manifest | None = None
+
+    def refusal(self) -> PolicyError:
+        """The error for a command that may not overwrite it."""
+        return _exists(self.target, f", and {in_one_line(self.differences)}" if self.differences else "")
+
+
+def examine(target: str, identity: Mapping[str, Any]) -> OutputState:
+    """What is at ``target``, by its manifest and the names and sizes of its files; their bytes are not read.
+
+    ``complete`` is an output whose manifest has exactly this identity and whose files are all there.
+    """
+    if not os.path.lexists(target):
+        return OutputState(target, "absent")
+    if not stat.S_ISDIR(os.lstat(target).st_mode):
+        return OutputState(target, "foreign", ("is a link" if os.path.islink(target) else "is no folder",))
+    if not is_taken(target):
+        return OutputState(target, "empty")
+    if not os.path.lexists(os.path.join(target, MANIFEST_NAME)):
+        return OutputState(target, "foreign", (f"it has no {MANIFEST_NAME}, so what it was made from is not known",))
+    try:
+        manifest = Manifest.read(target)
+    except CheckpointFormatError as error:
+        return OutputState(target, "foreign", (error.message.removesuffix("."),))
+    differences = identity_differences(manifest.identity, identity)
+    if not differences:
+        differences = list(manifest.missing(target))
+    return OutputState(target, "foreign" if differences else "complete", tuple(differences), manifest)
+
+
+def in_one_line(differences: Iterable[str]) -> str:
+    """The first ten, and how many more there are."""
+    found = list(differences)
+    hidden = len(found) - SHOWN_FAULTS
+    return "; ".join(found[:SHOWN_FAULTS]) + (f"; and {hidden} more differences" if hidden > 0 else "")
+
+
+def require_target(target: str | os.PathLike[str]) -> str:
+    """The absolute path of an output; PolicyError for one that no folder could be renamed to."""
+    path = os.path.abspath(os.fspath(target))
+    if not os.path.basename(path):
+        raise PolicyError(f"{path}: cannot be an output folder; expected a path to create. Choose another.")
+    if os.path.ismount(path):
+        raise PolicyError(
+            f"{path}: is a mount point, so a finished output cannot be renamed to it; expected a path to create. "
+            f"Choose a folder in it, such as {os.path.join(path, 'universal')}.",
+            file=path,
+        )
+    return path
+
+
+def is_taken(target: str) -> bool:
+    """Whether anything but an empty folder is at ``target``."""
+    try:
+        if os.path.islink(target):
+            return True
+        with os.scandir(target) as found:
+            return any(True for _ in found)
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError:
+        return os.path.lexists(target)
+
+
+def refuse_existing(target: str) -> None:
+    """Nothing is at ``target``, or an empty folder; anything else raises PolicyError."""
+    if is_taken(target):
+        raise _exists(target, "")
+
+
+def _exists(target: str, why: str) -> PolicyError:
+    return PolicyError(
+        f"{target}: exists already{why}; expected a path to create. Choose another output folder, move or remove this "
+        "one, or replace it with --overwrite.",
+        file=target,
+    )
+
+
+def require_replaceable(target: str, protect: Iterable[str] = ()) -> None:
+    """What is at ``target`` is a universal checkpoint, and none of ``protect`` lies in it; else PolicyError.
+
+    So a mistyped path costs nobody a home directory.
+    """
+    if not stat.S_ISDIR(os.lstat(target).st_mode):
+        what = "a link" if os.path.islink(target) else "no folder"
+        raise PolicyError(
+            f"{target}: exists already and is {what}; --overwrite replaces universal checkpoint folders only. Pass the "
+            "path of the folder itself, or choose another output folder.",
+            file=target,
+        )
+    names = set(os.listdir(target))
+    if MANIFEST_NAME not in names and not os.path.isdir(os.path.join(target, "zero")):
+        raise PolicyError(
+            f"{target}: exists already and is no universal checkpoint (it has neither {MANIFEST_NAME} nor a folder "
+            "'zero'); --overwrite replaces only those. Choose another output folder, or move or remove this one.",
+            file=target,
+        )
+    sharded = sorted(name for name in names if name.endswith("optim_states.pt"))
+    if sharded:
+        raise PolicyError(
+            f"{target}: exists already and holds {sharded[0]}, part of a checkpoint to convert from; --overwrite would "
+            "remove it. Choose another output folder.",
+            file=target,
+        )
+    real = os.path.realpath(target)
+    for path in protect:
+        if os.path.commonpath([real, os.path.realpath(path)]) == real:
+            raise PolicyError(
+                f"{target}: holds {path}, which is read; --overwrite would remove it. Choose another output folder.",
+                file=target,
+            )
+
+
+def require_space(folder: str, needed_bytes: int, *, files: int = 0) -> None:
+    """The file system of ``folder`` (or of what is to hold it) has room for that many bytes and files.
+
+    Raises PolicyError with both figures. File systems that do not tell are believed to have room; quotas show only
+    when they are reached.
+    """
+    place = os.path.abspath(folder)
+    while not os.path.isdir(place) and os.path.dirname(place) != place:
+        place = os.path.dirname(place)
+    try:
+        found = os.statvfs(place)
+    except OSError:
+        return
+    free = found.f_bavail * found.f_frsize
+    if found.f_blocks and needed_bytes > free:
+        raise PolicyError(
+            f"{folder}: the output needs {needed_bytes} bytes and {free} are free on its file system. Free at least "
+            f"{needed_bytes - free} bytes, or choose an output folder elsewhere.",
+            file=folder,
+        )
+    if found.f_files and files > found.f_favail:
+        raise PolicyError(
+            f"{folder}: the output has {files} files and its file system takes {found.f_favail} more. Remove files, or "
+            "choose an output folder elsewhere.",
+            file=folder,
+        )
