@@ -99,12 +99,10 @@ def test_a_damaged_first_line_vouches_for_nothing(tmp_path):
         changed = bytearray(data)
         changed[position] ^= 0x01
         path.write_bytes(changed)
-        try:
-            content = read_journal(str(path))
-        except CheckpointFormatError as error:
-            # A damaged format number may look newer.
-            assert "newer version" in error.message
+        if data[:position].endswith(b'{"format":'):
+            # The format itself: a newer one is another test.
             continue
+        content = read_journal(str(path))
         assert content.identity is None
         assert content.finished == {}
         assert content.damaged
@@ -170,7 +168,7 @@ def test_a_newer_format_is_refused_by_name(tmp_path):
     ],
 )
 def test_what_cannot_be_is_not_recorded(wrong):
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"."):
         wrong()
 
 
@@ -193,7 +191,7 @@ def test_lines_with_a_right_checksum_and_wrong_content_are_refused(body):
     import zlib
 
     line = body[:-1] + b',"check":"%08x"}' % zlib.crc32(body)
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"."):
         Finished.from_line(line)
 
 
