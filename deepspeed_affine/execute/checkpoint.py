@@ -14,6 +14,7 @@ from typing import Any
 from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults
 from deepspeed_affine.execute.attempts import Reading
 from deepspeed_affine.execute.model_file import UC_INFO, ModelFile, read_model_file
+from deepspeed_affine.execute.unrecorded import sliced_names, with_shapes
 from deepspeed_affine.lowering.experts import (
     ExpertLayer,
     NativeExperts,
@@ -24,9 +25,10 @@ from deepspeed_affine.lowering.experts import (
 )
 from deepspeed_affine.lowering.reading import as_count, as_mapping
 from deepspeed_affine.lowering.states import Place, ShardKey, StateTable, read_zero3, read_zero12
+from deepspeed_affine.storage.checkpoint_file import load_checkpoint_file
 from deepspeed_affine.storage.files import is_file, join
 from deepspeed_affine.storage.folder import CheckpointFile, CheckpointFolder, scan_folder, survey_folder
-from deepspeed_affine.storage.pt_reader import Loaded, load_pickle
+from deepspeed_affine.storage.pt_reader import Loaded
 from deepspeed_affine.storage.refs import StandIn, TensorRef
 
 __all__ = ["DIMENSIONS", "Checkpoint", "ModelFile", "Survey", "read_checkpoint", "survey_checkpoint"]
@@ -82,7 +84,7 @@ def read_checkpoint(path: str) -> Checkpoint:
 
     Raises CheckpointFormatError listing every missing rank and every file that contradicts the others.
     """
-    return _read(scan_folder(path), Reading(load_pickle))
+    return _read(scan_folder(path), Reading(load_checkpoint_file))
 
 
 def survey_checkpoint(path: str, load: Callable[[str], Loaded] | None = None) -> Survey:
@@ -91,7 +93,7 @@ def survey_checkpoint(path: str, load: Callable[[str], Loaded] | None = None) ->
     ``load`` reads one file. Raises CheckpointFormatError only where there is no checkpoint file at all.
     """
     folder, faults = survey_folder(path)
-    reading = Reading(load or load_pickle, faults)
+    reading = Reading(load or load_checkpoint_file, faults)
     checkpoint = _read(folder, reading)
     return Survey(checkpoint, tuple(faults.missing), reading.said)
 
@@ -103,6 +105,8 @@ def _read(folder: CheckpointFolder, reading: Reading) -> Checkpoint:
     model_files = _model_files(roots, tp_degree, reading)
     experts: dict[str, ExpertLayer] = reading.attempt({}, _experts, model_files)
     expert_tensors = {} if experts else _expert_tensors(folder, reading)
+    if 0 < stage < 3 and not all(file.groups for file in model_files):
+        model_files = with_shapes(model_files, expert_tensors, _sliced_names(folder, reading))
     recorded = _shapes(model_files, tp_degree, reading)
     native = reading.attempt(NativeExperts({}), NativeExperts.from_names, expert_tensors, recorded or expert_tensors)
     shapes = native.globalised(recorded)
@@ -280,6 +284,14 @@ def _expert_tensors(folder: CheckpointFolder, reading: Reading) -> dict[str, dic
             if isinstance(value, TensorRef):
                 found.setdefault(name, {})[file.mp or 0] = value
     return found
+
+
+def _sliced_names(folder: CheckpointFolder, reading: Reading) -> frozenset[str]:
+    nothing: frozenset[str] = frozenset()
+    found = (
+        reading.attempt(nothing, lambda path: sliced_names(reading.load(path).root), f.path) for f in folder.optim_files
+    )
+    return nothing.union(*found)
 
 
 def _read_states(checkpoint: Checkpoint, reading: Reading) -> None:

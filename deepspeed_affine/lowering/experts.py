@@ -146,6 +146,14 @@ class NativeExperts:
     def from_names(cls, global_names: Iterable[str], local_names: Iterable[str]) -> NativeExperts:
         """The layers named by the expert files, ``local_names`` being those of one rank's parameters."""
         counts, local = _expert_counts(global_names), _expert_counts(local_names)
+        for prefix in local:
+            if prefix not in counts:
+                raise CheckpointFormatError(
+                    f"expert layer {prefix!r}: a rank's optimizer holds {local[prefix]} of its experts, and no expert "
+                    "file says how many there are in all; expected files such as "
+                    "layer_0_expert_0_mp_rank_00_model_states.pt. Copy them from where the checkpoint was saved.",
+                    param=prefix,
+                )
         for prefix, count in counts.items():
             if not local.get(prefix) or count % local[prefix]:
                 raise CheckpointFormatError(

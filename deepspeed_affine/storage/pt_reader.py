@@ -100,6 +100,7 @@ def _load(file: MetadataFile, path: str) -> Loaded:
     storages = _Storages(file, directory, prefix)
     data = directory.read(file, directory.records[f"{prefix}/data.pkl"])
     root = load_inert(data, storages.persistent_load, path)
+    _check_others(file, directory, prefix, storages.found)
     return Loaded(
         root,
         PtArchive(
@@ -158,6 +159,16 @@ def _check_byte_order(file: MetadataFile, directory: ZipDirectory, prefix: str) 
             "Load and save it again on a little-endian machine: torch.save(torch.load(path), path).",
             file=directory.path,
         )
+
+
+def _check_others(file: MetadataFile, directory: ZipDirectory, prefix: str, storages: Mapping[str, StorageRef]) -> None:
+    """Raise where a record that the pickle does not name is damaged: the file may be copied as it is, and loaded."""
+    for name, record in directory.records.items():
+        key = name.removeprefix(f"{prefix}/data/")
+        if key == name and record.size <= _MAX_SMALL_RECORD:
+            directory.read(file, record)
+        elif key not in storages:
+            directory.data_offset(file, record)
 
 
 class _Storages:

@@ -168,6 +168,7 @@ def _find_directory(file: MetadataFile, path: str, file_size: int) -> tuple[int,
         raise _damaged(path, f"the end of its zip directory is missing (file size {file_size} bytes)")
     end = tail_start + at
     count, size, offset = fields[4], fields[5], fields[6]
+    _check_one_volume(path, fields[1:3], fields[3:5])
     locator_at = end - _END64_LOCATOR.size
     locator = file.pread(_END64_LOCATOR.size, locator_at) if locator_at >= 0 else b""
     if locator[:4] == b"PK\x06\x07":
@@ -178,6 +179,7 @@ def _find_directory(file: MetadataFile, path: str, file_size: int) -> tuple[int,
         fields64 = _END64.unpack(raw)
         if 12 + fields64[1] != locator_at - end64_at:
             raise _damaged(path, "its 64-bit directory end states a wrong length")
+        _check_one_volume(path, fields64[4:6], fields64[6:8])
         for name, short, long_ in (
             ("record count", count, fields64[7]),
             ("size", size, fields64[8]),
@@ -189,6 +191,12 @@ def _find_directory(file: MetadataFile, path: str, file_size: int) -> tuple[int,
     if _MAX32 in (size, offset) or count == _MAX16:
         raise _damaged(path, "its 64-bit directory end is missing")
     return count, size, offset, end
+
+
+def _check_one_volume(path: str, volumes: tuple[int, ...], counts: tuple[int, ...]) -> None:
+    """Raise unless the archive is whole in this file; torch, which reads a copied file, insists on it too."""
+    if set(volumes) - {0, _MAX16} or counts[0] != counts[1]:
+        raise _damaged(path, f"its directory states volumes {volumes} and record counts {counts}")
 
 
 def _parse_entry(raw: bytes, position: int, path: str) -> tuple[ZipRecord, int]:

@@ -55,8 +55,8 @@ def test_model_files_are_read_a_bounded_number_of_times(tmp_path, monkeypatch, s
     made = make(World(stage=stage, tp=2, dp=2), params())
     folder = made.save(tmp_path / "in")
     calls = []
-    real = module.load_pickle
-    monkeypatch.setattr(module, "load_pickle", lambda path: calls.append(path) or real(path))
+    real = module.load_checkpoint_file
+    monkeypatch.setattr(module, "load_checkpoint_file", lambda path: calls.append(path) or real(path))
     read_checkpoint(folder)
     assert len(calls) == len(made.files) + 1  # the first optimizer file says which stage it is
 

@@ -193,3 +193,10 @@ def test_native_experts_get_global_names_once_each(ep_size, local, edp):
 def test_native_experts_that_do_not_divide_are_refused(files, local):
     with pytest.raises(CheckpointFormatError, match="expert file is missing"):
         NativeExperts.from_names([f"{STEM}{n}.w" for n in range(files)], [f"{STEM}{n}.w" for n in range(local)])
+
+
+def test_native_experts_without_a_single_expert_file_are_refused_by_layer():
+    local = ["moe.deepspeed_moe.experts.deepspeed_experts.1.w", "gate"]
+    with pytest.raises(CheckpointFormatError, match="holds 2 of its experts") as caught:
+        NativeExperts.from_names([], local)
+    assert caught.value.param == "moe.deepspeed_moe.experts.deepspeed_experts."

@@ -315,3 +315,51 @@ def test_a_pipe_is_refused_without_waiting_for_its_writer(tmp_path):
 def test_a_path_no_system_has_is_refused(tmp_path):
     with pytest.raises(CheckpointFormatError, match="cannot be opened"):
         load_pickle(f"{tmp_path}/a\0b")
+
+
+def saved_with_tensor(path):
+    torch.save({"a": torch.arange(6.0), "b": torch.zeros(2)}, path)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "record", ["version", "byteorder", ".format_version", ".storage_alignment", "serialization_id"]
+)
+@pytest.mark.parametrize("where", ["directory", "header", "content"])
+def test_records_that_the_pickle_does_not_name_are_checked_too(tmp_path, record, where):
+    """Such a file may be copied as it is, and torch has to load the copy."""
+    path = tmp_path / "x.pt"
+    data = bytearray(saved_with_tensor(path))
+    with zipfile.ZipFile(path) as archive:
+        info = next(info for info in archive.infolist() if info.filename.endswith(record))
+    name = info.filename.encode()
+    if where == "directory":
+        data[data.rindex(name) + len(name) - 1] ^= 0x20
+    elif where == "header":
+        data[info.header_offset + 30 + len(name) - 1] ^= 0x20
+    else:
+        extra = int.from_bytes(data[info.header_offset + 28 : info.header_offset + 30], "little")
+        data[info.header_offset + 30 + len(name) + extra] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointFormatError, match=r"x\.pt"):
+        load_pickle(path)
+
+
+@pytest.mark.parametrize(("signature", "at"), [(b"PK\x05\x06", 4), (b"PK\x05\x06", 6), (b"PK\x05\x06", 8)])
+def test_an_archive_of_several_volumes_is_refused(tmp_path, signature, at):
+    path = tmp_path / "x.pt"
+    data = bytearray(saved_with_tensor(path))
+    data[data.rindex(signature) + at] += 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointFormatError, match="volumes"):
+        load_pickle(path)
+
+
+@pytest.mark.parametrize("at", [16, 20, 24])
+def test_a_64_bit_end_of_several_volumes_is_refused(tmp_path, at):
+    path = tmp_path / "x.pt"
+    data = bytearray(saved_with_tensor(path))
+    data[data.rindex(b"PK\x06\x06") + at] += 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointFormatError, match="volumes"):
+        load_pickle(path)
