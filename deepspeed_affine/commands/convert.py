@@ -12,15 +12,18 @@ from typing import Any
 
 from deepspeed_affine.commands.conversion import ConversionOptions, Suspect, build_plan
 from deepspeed_affine.errors import Faults, IntegrityError, PolicyError
+from deepspeed_affine.execute.bounds import memory_bound
 from deepspeed_affine.execute.checkpoint import Checkpoint, read_checkpoint
-from deepspeed_affine.execute.convert import ExecutionOptions, check_drifted, execute, find_drift, memory_bound
-from deepspeed_affine.execute.prove import Drift, shards_identical
-from deepspeed_affine.execute.sources import FlatSources
+from deepspeed_affine.execute.claims import SourceSums, check_storages
+from deepspeed_affine.execute.convert import ExecutionOptions, Written, close_gaps, write_files
+from deepspeed_affine.execute.gather import PieceReader
+from deepspeed_affine.execute.prove import Drift, drifted_storages, find_drift, shards_identical
 from deepspeed_affine.lowering.policy import IdenticalShards, OnDrift, ScaledStates
 from deepspeed_affine.lowering.stock_rules import StockRules
 from deepspeed_affine.plan.conversion import ConversionPlan
+from deepspeed_affine.storage.files import ByteReader
 from deepspeed_affine.storage.output import StagedFolder, refuse_existing, replace_text
-from deepspeed_affine.storage.tensors import FileMaps
+from deepspeed_affine.storage.sink import LocalSink
 
 __all__ = ["add_arguments", "run"]
 
@@ -105,8 +108,8 @@ def run(args: argparse.Namespace) -> int:
     )
     checkpoint = read_checkpoint(source)
     plan, suspects = build_plan(checkpoint, options)
-    with FileMaps() as maps:
-        identical = _identical(plan, suspects, maps)
+    with ByteReader() as reader:
+        identical = _identical(plan, suspects, reader)
         if identical:
             plan = _resolve_identical(checkpoint, options, plan, identical, IdenticalShards(args.identical_shards))
         summary = _summary(checkpoint, plan, execution, target)
@@ -117,16 +120,19 @@ def run(args: argparse.Namespace) -> int:
             _say(_headline(summary))
         with StagedFolder(target) as staged:
             try:
-                drifts = find_drift(plan, FlatSources(plan.storages, maps), execution)
+                drifts = find_drift(plan, PieceReader(plan.storages, reader), execution.workers)
                 if drifts and execution.source_crc:
                     # Damage on the disk looks like drift; it must not be averaged away.
-                    check_drifted(plan, maps, drifts, execution)
+                    check_storages(drifted_storages(plan, drifts), reader)
                 _judge_drift(drifts, options.on_drift)
                 summary["drift"] = [drift.describe() for drift in drifts]
                 if options.on_drift is OnDrift.AVERAGE:
                     plan = _averaging(plan, drifts)
                     summary["averaged"] = _averaged(plan)
-                summary["bytes_written"] = execute(plan, maps, staged.path, execution)
+                written = write_files(plan, reader, LocalSink(staged.path, durable=execution.fsync), execution)
+                if execution.source_crc:
+                    _check_sources(plan, written, reader, execution)
+                summary["bytes_written"] = written.bytes_written
                 staged.publish(durable=execution.fsync, files_synced=True)
             except BaseException:
                 if args.keep_temp_folder:
@@ -136,6 +142,14 @@ def run(args: argparse.Namespace) -> int:
     _point_at(target)
     _print(summary, args.json)
     return 0
+
+
+def _check_sources(plan: ConversionPlan, written: Written, reader: ByteReader, execution: ExecutionOptions) -> None:
+    sums = SourceSums(plan.checked_storages)
+    for entry in written.files.values():
+        sums.add(entry.reads)
+    sums.add(close_gaps(sums.gaps(), reader, execution))
+    sums.check()
 
 
 def _point_at(target: str) -> None:
@@ -168,11 +182,9 @@ def _deepspeed_version() -> str:
         return NEWEST_KNOWN
 
 
-def _identical(plan: ConversionPlan, suspects: tuple[Suspect, ...], maps: FileMaps) -> list[str]:
-    sources = FlatSources(plan.storages, maps)
-    return [
-        suspect.param for suspect in suspects if all(shards_identical(shards, sources) for shards in suspect.states)
-    ]
+def _identical(plan: ConversionPlan, suspects: tuple[Suspect, ...], reader: ByteReader) -> list[str]:
+    pieces = PieceReader(plan.storages, reader)
+    return [suspect.param for suspect in suspects if all(shards_identical(shards, pieces) for shards in suspect.states)]
 
 
 def _resolve_identical(

@@ -41,10 +41,14 @@ class ConversionOptions:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where one state of one parameter is stored: per map rank, every stored copy of its shard."""
+    """Where one state of one parameter is stored: per map rank, every stored copy of its shard.
+
+    ``requires_grad`` is True where any stored part was saved with that flag: DeepSpeed's merged tensor inherits it.
+    """
 
     dtype: str
     shards: Mapping[int, tuple[ShardPieces, ...]]
+    requires_grad: bool = False
 
 
 class TensorFiles:
@@ -109,7 +113,13 @@ class TensorFiles:
                 held = ((fragment, self.storage(fragment.tensor)) for fragment in copy)
                 pieces = fragment_pieces(held, shape_numel(shape), param=name, rank=shard.tp, state=state)
                 shards.setdefault(shard.tp, []).append(ShardPieces(pieces, label))
-        return Source(dtypes.pop(), {rank: tuple(copies) for rank, copies in shards.items()})
+        requires_grad = any(
+            isinstance(fragment.tensor, TensorRef) and fragment.tensor.requires_grad
+            for copies in fragments.values()
+            for copy in copies
+            for fragment in copy
+        )
+        return Source(dtypes.pop(), {rank: tuple(copies) for rank, copies in shards.items()}, requires_grad)
 
     def add(
         self,
@@ -158,6 +168,7 @@ class TensorFiles:
                 pieces=pieces,
                 replicas=replicas,
                 fill=fill,
+                requires_grad=source.requires_grad,
             )
         )
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
-from deepspeed_affine.execute.sources import FlatSources
+import numpy as np
+
+from deepspeed_affine.execute.gather import PieceReader, ReadLog, Words, word_of
+from deepspeed_affine.execute.typed import as_tensor, convert_dtype
 from deepspeed_affine.ir import AffinePiece, meet
 from deepspeed_affine.plan.conversion import TensorFile
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["IntervalFiller", "chunk_bounds"]
 
@@ -49,9 +48,10 @@ class _Window:
 class IntervalFiller:
     """Fills intervals of one tensor file; cheap to make, shared between threads."""
 
-    def __init__(self, task: TensorFile, sources: FlatSources) -> None:
+    def __init__(self, task: TensorFile, pieces: PieceReader) -> None:
         self._task = task
-        self._sources = sources
+        self._pieces = pieces
+        self._word, self._per = word_of(task.itemsize)
         self._window = _Window(task.pieces)
         self._classes: list[tuple[_Window, list[_Window]]] = []
         if task.fill == "average":
@@ -62,52 +62,69 @@ class IntervalFiller:
             # An averaged parameter held once is still summed from zero and divided by one, as DeepSpeed does.
             self._classes = list(by_primary.values()) or [(self._window, [])]
 
-    def contiguous(self, start: int, stop: int) -> torch.Tensor | None:
-        """The stored elements themselves, when the interval is one dense run of one storage as it stands."""
-        if self._task.fill != "copy":
-            return None
-        pairs = self._window.touching(start, stop)
-        stored, target = next(pairs)
-        if next(pairs, None) is not None or stored.scale != 1.0:
-            return None
-        if target.numel != stop - start or not (_dense(stored) and _dense(target)):
-            return None
-        view = self._sources.view(stored)
-        return view.reshape(-1) if _dtype_name(view) == self._task.dtype else None
+    def words(self, buffer: Words, numel: int) -> Words:
+        """``numel`` elements at the start of ``buffer`` (bytes), as the words ``fill`` takes."""
+        return buffer[: numel * self._task.itemsize].view(self._word)
 
-    def fill(self, start: int, stop: int, out: torch.Tensor) -> None:
-        """``out`` (flat, of the file's dtype, ``stop - start`` long) holds F's elements ``[start, stop)``."""
+    def fill(self, start: int, stop: int, out: Words, log: ReadLog | None = None) -> int | None:
+        """``out`` (flat words of the file's dtype) holds F's elements ``[start, stop)``.
+
+        Returns the CRC-32 of its bytes where reading gave it for nothing, else None.
+        """
         if self._task.fill == "zero":
-            out.zero_()
-            return
+            out.fill(0)
+            return None
+        crc = None
         for stored, target in self._window.touching(start, stop):
-            view = _target(out, target)
-            view.copy_(self._sources.view(stored))
-            if stored.scale != 1.0:
-                view.div_(stored.scale)
+            crc = self._copy(stored, target, out, log)
+            if target.numel != stop - start:
+                crc = None
+        if self._classes:
+            self._average(start, stop, out, log)
+            return None
+        return crc
+
+    def _copy(self, stored: AffinePiece, target: AffinePiece, out: Words, log: ReadLog | None) -> int | None:
+        view = self._view(out, target)
+        (index,) = stored.locations
+        kind = self._pieces.storage(index).dtype
+        if kind == self._task.dtype:
+            crc = self._pieces.fill(stored, view, log)
+        else:
+            crc = None
+            convert_dtype(self._take(stored, log), kind, self._task.dtype, view)
+        if stored.scale == 1.0:
+            return crc
+        as_tensor(view, self._task.dtype).div_(stored.scale)
+        return None
+
+    def _average(self, start: int, stop: int, out: Words, log: ReadLog | None) -> None:
+        dtype = self._task.dtype
         for primary, others in self._classes:
-            for _, target in primary.touching(start, stop):
-                _target(out, target).add_(0)
+            targets = [target for _, target in primary.touching(start, stop)]
+            for target in targets:
+                as_tensor(self._view(out, target), dtype).add_(0)
             for other in others:
                 for stored, target in other.touching(start, stop):
-                    addend = self._sources.view(stored)
-                    _target(out, target).add_(addend if stored.scale == 1.0 else addend / stored.scale)
-            for _, target in primary.touching(start, stop):
-                _target(out, target).div_(len(others) + 1)
+                    (index,) = stored.locations
+                    addend = as_tensor(self._take(stored, log), self._pieces.storage(index).dtype)
+                    as_tensor(self._view(out, target), dtype).add_(
+                        addend if stored.scale == 1.0 else addend / stored.scale
+                    )
+            for target in targets:
+                as_tensor(self._view(out, target), dtype).div_(len(others) + 1)
 
+    def _take(self, stored: AffinePiece, log: ReadLog | None) -> Words:
+        (index,) = stored.locations
+        word, per = word_of(self._pieces.storage(index).itemsize)
+        taken = np.empty(stored.shape if per == 1 else (*stored.shape, per), word)
+        self._pieces.fill(stored, taken, log)
+        return taken
 
-def _target(out: torch.Tensor, piece: AffinePiece) -> torch.Tensor:
-    return out.as_strided(piece.shape, piece.dest_strides, out.storage_offset() + piece.dest_offset)
-
-
-def _dense(piece: AffinePiece) -> bool:
-    expected = 1
-    for extent, stride in zip(reversed(piece.shape), reversed(piece.dest_strides), strict=True):
-        if extent != 1 and stride != expected:
-            return False
-        expected *= extent
-    return True
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    def _view(self, out: Words, piece: AffinePiece) -> Words:
+        width = self._task.itemsize
+        shape, strides = piece.shape, tuple(stride * width for stride in piece.dest_strides)
+        if self._per > 1:
+            shape, strides = (*shape, self._per), (*strides, self._word.itemsize)
+        view: Words = np.ndarray(shape, self._word, out, piece.dest_offset * width, strides)
+        return view

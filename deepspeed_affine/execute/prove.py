@@ -6,18 +6,30 @@ Compared are bytes, not numbers, so NaN equals NaN and 0.0 does not equal -0.0. 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deepspeed_affine.execute.sources import FlatSources
+import numpy as np
+import numpy.typing as npt
+
+from deepspeed_affine.execute.gather import PieceReader, Words
+from deepspeed_affine.execute.typed import as_tensor
 from deepspeed_affine.ir import AffinePiece
 from deepspeed_affine.ir.ints import coordinates
-from deepspeed_affine.plan.conversion import Replica, ShardPieces, TensorFile, overlapping_pairs
+from deepspeed_affine.plan.conversion import (
+    ConversionPlan,
+    Replica,
+    ShardPieces,
+    SourceStorage,
+    TensorFile,
+    overlapping_pairs,
+)
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Drift", "measure_drift", "shards_identical"]
+__all__ = ["Drift", "drifted_storages", "find_drift", "measure_drift", "shards_identical"]
 
 BLOCK_ELEMENTS = 1 << 20
 """How many differing candidates are examined at a time while measuring, so that memory stays bounded."""
@@ -49,35 +61,52 @@ class Drift:
         )
 
 
-def measure_drift(task: TensorFile, sources: FlatSources) -> list[Drift]:
+def find_drift(plan: ConversionPlan, pieces: PieceReader, workers: int) -> list[Drift]:
+    """Every pair of holders whose bytes differ, in the order of the plan; this is the proof of P2."""
+    tasks = [task for task in plan.tensors if task.replicas]
+    with ThreadPoolExecutor(workers) as pool:
+        return [drift for found in pool.map(lambda task: measure_drift(task, pieces), tasks) for drift in found]
+
+
+def drifted_storages(plan: ConversionPlan, drifts: Sequence[Drift]) -> list[SourceStorage]:
+    """The storages that ``drifts`` were found in, each as a whole: they are to be checked before drift is believed."""
+    drifted = {(drift.param, drift.state) for drift in drifts}
+    touched: set[int] = set()
+    for task in plan.tensors:
+        if (task.param, task.state) in drifted:
+            for pieces in (task.pieces, *(replica.pieces for replica in task.replicas)):
+                touched.update(index for piece in pieces for index in piece.locations)
+    keys = {(plan.storages[index].file, plan.storages[index].key) for index in touched}
+    return [storage for storage in plan.checked_storages if (storage.file, storage.key) in keys]
+
+
+def measure_drift(task: TensorFile, pieces: PieceReader) -> list[Drift]:
     """Every replica of ``task`` whose bytes differ from the copy that is read, measured; empty when all agree."""
     drifts: list[Drift] = []
     for replica in task.replicas:
         pairs = list(overlapping_pairs(replica.primary, replica.pieces))
-        if all(_equal(left, right, sources) for left, right in pairs):
+        if all(_equal(left, right, pieces) for left, right in pairs):
             continue
-        drifts.append(_measure(task, replica, pairs, sources))
+        drifts.append(_measure(task, replica, pairs, pieces))
     return drifts
 
 
-def shards_identical(shards: Sequence[ShardPieces], sources: FlatSources) -> bool:
+def shards_identical(shards: Sequence[ShardPieces], pieces: PieceReader) -> bool:
     """Whether every stored shard holds the same bytes as the first; stops at the first difference."""
     first = shards[0]
     return all(
-        _equal(left, right, sources)
+        _equal(left, right, pieces)
         for shard in shards[1:]
         for left, right in overlapping_pairs(first.pieces, shard.pieces)
     )
 
 
-def _equal(left: AffinePiece, right: AffinePiece, sources: FlatSources) -> bool:
-    import torch
-
-    return torch.equal(sources.bits(left), sources.bits(right))
+def _equal(left: AffinePiece, right: AffinePiece, pieces: PieceReader) -> bool:
+    return all(np.array_equal(pieces.take(block), pieces.take(other)) for block, other in _blocks(left, right))
 
 
 def _measure(
-    task: TensorFile, replica: Replica, pairs: Iterable[tuple[AffinePiece, AffinePiece]], sources: FlatSources
+    task: TensorFile, replica: Replica, pairs: Iterable[tuple[AffinePiece, AffinePiece]], pieces: PieceReader
 ) -> Drift:
     differing = compared = 0
     first_address: int | None = None
@@ -86,17 +115,18 @@ def _measure(
     for left, right in pairs:
         compared += left.numel
         for block, other in _blocks(left, right):
-            unequal = sources.bits(block) != sources.bits(other)
-            if unequal.dim() > len(block.shape):
+            ours, theirs = pieces.take(block), pieces.take(other)
+            unequal = ours != theirs
+            if unequal.ndim > len(block.shape):
                 # An element wider than a word differs where any of its words does.
-                unequal = unequal.any(dim=-1)
+                unequal = unequal.any(axis=-1)
             count = int(unequal.sum())
             if not count:
                 continue
             differing += count
             address = _first_address(unequal, block)
             first_address = address if first_address is None else min(first_address, address)
-            a, b = sources.view(block)[unequal], sources.view(other)[unequal]
+            a, b = (_typed(words[unequal], block, pieces) for words in (ours, theirs))
             max_abs = max(max_abs, _max_abs(a, b))
             ulp = _max_ulp(a, b)
             max_ulp = None if ulp is None or max_ulp is None else max(max_ulp, ulp)
@@ -138,14 +168,16 @@ def _rows(piece: AffinePiece, start: int, rows: int) -> AffinePiece:
     )
 
 
-def _first_address(unequal: torch.Tensor, piece: AffinePiece) -> int:
-    import torch
+def _typed(words: Words, piece: AffinePiece, pieces: PieceReader) -> torch.Tensor:
+    (index,) = piece.locations
+    return as_tensor(words, pieces.storage(index).dtype)
 
-    places = torch.nonzero(unequal.reshape(piece.shape))
+
+def _first_address(unequal: npt.NDArray[np.bool_], piece: AffinePiece) -> int:
+    places = np.argwhere(unequal.reshape(piece.shape))
     if not piece.shape:
         return piece.source_offset
-    strides = torch.tensor(piece.source_strides, dtype=torch.int64)
-    return piece.source_offset + int((places * strides).sum(dim=1).min())
+    return piece.source_offset + int((places @ np.array(piece.source_strides, dtype=np.int64)).min())
 
 
 def _max_abs(left: torch.Tensor, right: torch.Tensor) -> float:

@@ -77,7 +77,8 @@ class TensorFile:
     ``shape`` is what is written; it may have fewer rows than ``map_shape``, never more. ``entries`` are the
     dictionary entries in the order they are pickled, with ``tensor_key`` standing for the tensor; ``None`` means
     the file holds the bare tensor. ``pieces[i].scale`` divides. ``fill`` says whether replicas are averaged
-    (``average``: every holder of an element counts once) or the file is written as zeros.
+    (``average``: every holder of an element counts once) or the file is written as zeros. ``requires_grad`` is the flag
+    the tensor is pickled with.
     """
 
     path: str
@@ -92,6 +93,7 @@ class TensorFile:
     pieces: tuple[AffinePiece, ...]
     replicas: tuple[Replica, ...] = ()
     fill: Fill = "copy"
+    requires_grad: bool = False
 
     @property
     def numel(self) -> int:
@@ -149,12 +151,16 @@ class ConversionPlan:
         )
 
     @property
+    def carried_storages(self) -> tuple[SourceStorage, ...]:
+        """The storages that reach the output inside a file that is rewritten or copied."""
+        rewritten = [storage for file in self.objects for storage in file.storages]
+        return (*rewritten, *(storage for file in self.copies for storage in file.storages))
+
+    @property
     def checked_storages(self) -> tuple[SourceStorage, ...]:
         """Every stored storage that reaches the output, once: gathered from, or carried over in its file."""
         once: dict[tuple[str, str], SourceStorage] = {}
-        carried = [storage for file in self.objects for storage in file.storages]
-        carried += [storage for file in self.copies for storage in file.storages]
-        for storage in (*self.storages, *carried):
+        for storage in (*self.storages, *self.carried_storages):
             known = once.setdefault((storage.file, storage.key), storage)
             # A reference may name fewer elements than the file stores; the checksum is of them all.
             if storage.nbytes > known.nbytes:

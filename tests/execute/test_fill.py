@@ -1,11 +1,14 @@
 """Filling intervals: any chunking of F gives F, and every element is what its piece says."""
 
+import zlib
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from converting import bits
+from held import Held
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,36 +17,37 @@ from deepspeed_affine.ir import AffinePiece
 from deepspeed_affine.plan.conversion import Replica, TensorFile
 
 
-class Flat:
-    """Storages in memory, with the three methods a filler may ask of its sources."""
-
-    def __init__(self, *storages):
-        self.storages = storages
-        self.viewed = 0
-
-    def view(self, piece):
-        (index,) = piece.locations
-        self.viewed += piece.numel
-        return self.storages[index].as_strided(piece.shape, piece.dest_strides, piece.dest_offset)
-
-
 def task(shape, pieces, *, rows=None, dtype="float32", fill="copy", replicas=()):
     written = shape if rows is None else (rows, *shape[1:])
-    return TensorFile("zero/w/fp32.pt", "w", "fp32", dtype, 4, written, shape, None, "param", pieces, replicas, fill)
+    width = getattr(torch, dtype).itemsize
+    return TensorFile(
+        "zero/w/fp32.pt", "w", "fp32", dtype, width, written, shape, None, "param", pieces, replicas, fill
+    )
 
 
-def gathered(file, sources, chunk):
-    filler = IntervalFiller(file, sources)
+def gathered(file, pieces, chunk):
+    filler = IntervalFiller(file, pieces)
     parts = []
     for start, stop in chunk_bounds(file, chunk):
         assert 0 < stop - start <= chunk
-        direct = filler.contiguous(start, stop)
-        out = torch.full((stop - start,), float("nan"), dtype=getattr(torch, file.dtype))
-        filler.fill(start, stop, out)
-        if direct is not None:
-            assert bits(direct) == bits(out)
-        parts.append(out)
+        buffer = np.full((stop - start) * file.itemsize + 3, 0xA5, np.uint8)
+        words = filler.words(buffer, stop - start)
+        log = Runs()
+        crc = filler.fill(start, stop, words, log)
+        assert crc is None or crc == zlib.crc32(words)
+        assert buffer[words.nbytes :].tolist() == [0xA5] * 3
+        for index, low, high, crc in log.runs:
+            assert crc == zlib.crc32(pieces.flats[index].view(torch.uint8).numpy()[low:high])
+        parts.append(torch.from_numpy(words.view(np.uint8)).view(getattr(torch, file.dtype)))
     return torch.cat(parts) if parts else torch.empty(0)
+
+
+class Runs:
+    def __init__(self):
+        self.runs = []
+
+    def add(self, index, start, stop, crc32):
+        self.runs.append((index, start, stop, crc32))
 
 
 @st.composite
@@ -76,17 +80,18 @@ def worlds(draw):
 def test_every_chunking_gives_the_tensor(world, chunk):
     full, pieces, storages = world
     file = task(tuple(full.shape), pieces)
-    assert bits(gathered(file, Flat(*storages), chunk)) == bits(full)
+    assert bits(gathered(file, Held(*storages), chunk)) == bits(full)
 
 
 @given(worlds(), st.integers(1, 60), st.integers(0, 7))
 def test_rows_cut_off_are_not_read(world, chunk, rows):
     full, pieces, storages = world
     rows = min(rows, full.shape[0])
-    sources = Flat(*storages)
+    sources = Held(*storages)
     file = task(tuple(full.shape), pieces, rows=rows)
     assert bits(gathered(file, sources, chunk)) == bits(full[:rows].contiguous())
-    assert sources.viewed <= 2 * rows * full.shape[1]
+    if not rows:
+        assert sources.bytes_read == 0
 
 
 @given(st.integers(0, 300), st.integers(1, 40), st.integers(1, 100))
@@ -109,7 +114,7 @@ def test_average_counts_every_holder_once(numel, holders, chunk):
     total = torch.zeros(numel)
     for value in values:
         total = total + value
-    assert bits(gathered(file, Flat(*values), chunk)) == bits(total / holders)
+    assert bits(gathered(file, Held(*values), chunk)) == bits(total / holders)
 
 
 def test_average_of_holders_that_cut_differently():
@@ -118,7 +123,7 @@ def test_average_of_holders_that_cut_differently():
     whole = (AffinePiece((6,), 0, (1,), 0, (1,), (0,)),)
     file = task((6,), whole, fill="average", replicas=(Replica(whole, halves, "a", "b"),))
     for chunk in range(1, 7):
-        assert gathered(file, Flat(left, right), chunk).tolist() == (left + 1).tolist()
+        assert gathered(file, Held(left, right), chunk).tolist() == (left + 1).tolist()
 
 
 def test_average_where_only_some_elements_are_shared():
@@ -126,38 +131,40 @@ def test_average_where_only_some_elements_are_shared():
     shared = (AffinePiece((2,), 2, (1,), 2, (1,), (0,)),)
     other = (AffinePiece((2,), 2, (1,), 0, (1,), (1,)),)
     file = task((4,), (*own, *shared), fill="average", replicas=(Replica(shared, other, "a", "b"),))
-    found = gathered(file, Flat(torch.tensor([1.0, 2.0, 4.0, 6.0]), torch.tensor([8.0, 8.0])), 3)
+    found = gathered(file, Held(torch.tensor([1.0, 2.0, 4.0, 6.0]), torch.tensor([8.0, 8.0])), 3)
     assert found.tolist() == [1.0, 2.0, 6.0, 7.0]
 
 
 def test_zeros_read_nothing():
-    sources = Flat(torch.ones(6))
+    sources = Held(torch.ones(6))
     file = task((6,), (AffinePiece((6,), 0, (1,), 0, (1,), (0,)),), fill="zero")
     assert gathered(file, sources, 4).tolist() == [0.0] * 6
-    assert sources.viewed == 0
+    assert sources.bytes_read == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 def test_another_dtype_is_converted(dtype):
     stored = torch.tensor([1.5, -2.25, 1e30])
-    file = replace(task((3,), (AffinePiece((3,), 0, (1,), 0, (1,), (0,)),)), dtype=dtype)
-    found = gathered(file, Flat(stored), 2)
+    file = task((3,), (AffinePiece((3,), 0, (1,), 0, (1,), (0,)),), dtype=dtype)
+    found = gathered(file, Held(stored), 2)
     assert bits(found) == bits(stored.to(getattr(torch, dtype)))
 
 
-def test_a_dense_run_is_handed_on_without_a_copy():
+def test_a_dense_run_is_read_where_it_belongs_and_summed_once():
     stored = torch.arange(10.0)
-    sources = Flat(stored)
     dense = task((2, 4), (AffinePiece((2, 4), 0, (4, 1), 1, (4, 1), (0,)),))
-    view = IntervalFiller(dense, sources).contiguous(4, 8)
-    assert view.data_ptr() == stored[5:].data_ptr()
+    pieces, runs = Held(stored), Runs()
+    words = np.empty(4, np.uint32)
+    crc = IntervalFiller(dense, pieces).fill(4, 8, words, runs)
+    assert crc == zlib.crc32(stored[5:9].numpy())
+    assert runs.runs == [(0, 20, 36, crc)]
+    assert pieces.reads == [(0, 20, 36)]
     for other in (
         task((2, 4), (AffinePiece((2, 4), 0, (4, 1), 1, (1, 2), (0,)),)),
         task((2, 4), (AffinePiece((2, 4), 0, (4, 1), 1, (4, 1), (0,), 0.5),)),
         task(
             (2, 4), (AffinePiece((2, 2), 0, (4, 1), 0, (2, 1), (0,)), AffinePiece((2, 2), 2, (4, 1), 4, (2, 1), (0,)))
         ),
-        replace(dense, dtype="float64"),
         replace(dense, fill="zero"),
     ):
-        assert IntervalFiller(other, sources).contiguous(4, 8) is None
+        assert IntervalFiller(other, Held(stored)).fill(4, 8, words, Runs()) is None

@@ -5,24 +5,14 @@ from itertools import pairwise
 
 import pytest
 import torch
+from held import Held
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_affine.execute import prove
 from deepspeed_affine.execute.prove import measure_drift, shards_identical
-from deepspeed_affine.execute.sources import FlatSources
 from deepspeed_affine.ir import AffinePiece
 from deepspeed_affine.plan.conversion import Replica, ShardPieces, TensorFile
-
-
-class Held(FlatSources):
-    """The real comparison, over tensors in memory."""
-
-    def __init__(self, *flats):
-        self._tensors = flats
-
-    def flat(self, index):
-        return self._tensors[index]
 
 
 def run(start, numel, address, where):

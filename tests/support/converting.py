@@ -13,11 +13,13 @@ from synthetic import FP32, Made
 from deepspeed_affine.cli import ds_to_universal
 from deepspeed_affine.commands.conversion import ConversionOptions, build_plan
 from deepspeed_affine.execute.checkpoint import read_checkpoint
-from deepspeed_affine.execute.convert import ExecutionOptions, execute, find_drift
-from deepspeed_affine.execute.sources import FlatSources
+from deepspeed_affine.execute.convert import ExecutionOptions, write_files
+from deepspeed_affine.execute.gather import PieceReader
+from deepspeed_affine.execute.prove import find_drift
 from deepspeed_affine.lowering.stock_rules import StockRules
 from deepspeed_affine.plan.conversion import ConversionPlan
-from deepspeed_affine.storage.tensors import FileMaps
+from deepspeed_affine.storage.files import ByteReader
+from deepspeed_affine.storage.sink import LocalSink
 
 
 def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], *options: str) -> int:
@@ -32,9 +34,9 @@ def execute_plan(
     checkpoint = read_checkpoint(os.fspath(source))
     plan, _ = build_plan(checkpoint, ConversionOptions(StockRules.for_version("0.19.8")))
     options = ExecutionOptions(workers=workers, fsync=False, chunk_bytes=chunk_bytes)
-    with FileMaps() as maps:
-        assert find_drift(plan, FlatSources(plan.storages, maps), options) == []
-        execute(plan, maps, os.fspath(target), options)
+    with ByteReader() as reader:
+        assert find_drift(plan, PieceReader(plan.storages, reader), workers) == []
+        write_files(plan, reader, LocalSink(os.fspath(target), durable=False), options)
     return plan
 
 
