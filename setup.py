@@ -20,7 +20,17 @@ setup(
     package_data={"deepspeed_affine": ["py.typed"]},
     install_requires=["deepspeed>=0.16", "numpy", "packaging", "torch>=2.4", "tqdm"],
     extras_require={
-        "test": ["hypothesis", "mypy", "pytest", "ruff", "transformers==4.57.6"],
+        "test": [
+            "flask",
+            "flask-cors",
+            "hypothesis",
+            "moto[s3]",
+            "mypy",
+            "pytest",
+            "ruff",
+            "s3fs",
+            "transformers==4.57.6",
+        ],
         "plot": ["matplotlib"],
         "hf": ["safetensors", "transformers"],
         "remote": ["fsspec"],

@@ -5,6 +5,7 @@ Every function takes a local path or, with fsspec installed, a URL; the module f
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -12,16 +13,21 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from deepspeed_affine.errors import CheckpointFormatError
 from deepspeed_affine.storage.urls import absolute, is_url, join, name_of, parent_of
+
+if TYPE_CHECKING:
+    from deepspeed_affine.storage.remote import Place
+    from deepspeed_affine.storage.remote_read import RemoteReader
 
 __all__ = [
     "ByteReader",
     "FolderEntry",
     "MetadataFile",
     "absolute",
+    "catalogue",
     "file_size",
     "is_file",
     "is_folder",
@@ -92,6 +98,10 @@ class _LocalFile:
 
 def open_metadata(path: str) -> MetadataFile:
     """The file at ``path``, open for small reads; raises OSError or ValueError as ``open`` does."""
+    if is_url(path):
+        from deepspeed_affine.storage.remote_read import RemoteFile
+
+        return RemoteFile(path)
     return _LocalFile(path)
 
 
@@ -106,6 +116,8 @@ def read_small(path: str, most: int) -> bytes:
 
 def list_folder(path: str) -> list[FolderEntry]:
     """The entries of the folder itself, in order of their names; raises OSError as ``os.scandir`` does."""
+    if is_url(path):
+        return [FolderEntry(entry.name, entry.size, entry.is_folder) for entry in _place(path).entries()]
     found = []
     with os.scandir(path) as entries:
         for entry in entries:
@@ -114,19 +126,49 @@ def list_folder(path: str) -> list[FolderEntry]:
     return sorted(found, key=lambda entry: entry.name)
 
 
+def catalogue(path: str) -> tuple[list[FolderEntry], object]:
+    """What ``list_folder`` gives, and an object to hold on to: as long as it lives, metadata of a URL's files that was
+    read is not read again, and its files are taken to be as they were listed."""
+    if not is_url(path):
+        return list_folder(path), None
+    from deepspeed_affine.storage.remote_read import catalogue
+
+    keeper, entries = catalogue(path)
+    return [FolderEntry(entry.name, entry.size, entry.is_folder) for entry in entries], keeper
+
+
 def is_file(path: str) -> bool:
     """True where a file is at ``path``."""
-    return os.path.isfile(path)
+    return _found(path)[0] if is_url(path) else os.path.isfile(path)
 
 
 def is_folder(path: str) -> bool:
     """True where a folder is at ``path``."""
-    return os.path.isdir(path)
+    return _found(path)[1] if is_url(path) else os.path.isdir(path)
 
 
 def file_size(path: str) -> int:
     """The size in bytes of the file at ``path``; raises OSError where there is none."""
+    if is_url(path):
+        size = _place(path).info().size
+        if size is None:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        return size
     return os.stat(path).st_size
+
+
+def _found(url: str) -> tuple[bool, bool]:
+    try:
+        entry = _place(url).info()
+    except (FileNotFoundError, NotADirectoryError):
+        return False, False
+    return entry.size is not None, entry.is_folder
+
+
+def _place(url: str) -> Place:
+    from deepspeed_affine.storage.remote import place_of
+
+    return place_of(url)
 
 
 class _Handle:
@@ -146,6 +188,7 @@ class ByteReader:
 
     def __init__(self) -> None:
         self._handles: OrderedDict[str, _Handle] = OrderedDict()
+        self._remote: RemoteReader | None = None
         self._lock = threading.Lock()
 
     def __enter__(self) -> ByteReader:
@@ -161,17 +204,25 @@ class ByteReader:
         with self._lock:
             for path in [path for path, handle in self._handles.items() if not handle.users]:
                 os.close(self._handles.pop(path).fd)
+            if self._remote is not None:
+                self._remote.close()
 
     def size(self, path: str) -> int:
         """The file's size in bytes, now."""
         try:
-            return os.stat(path).st_size
+            return file_size(path)
         except OSError as error:
             raise _unreadable(path, error) from error
 
     def read_into(self, path: str, offset: int, out: memoryview) -> None:
         """``out`` (contiguous, writable, any format) holds the bytes of the file from ``offset`` on."""
         view = out.cast("B") if out.format != "B" or out.ndim != 1 else out
+        if is_url(path):
+            try:
+                self._elsewhere().read_into(path, offset, view)
+            except OSError as error:
+                raise _unreadable(path, error) from error
+            return
         handle = self._take(path)
         try:
             done = 0
@@ -195,6 +246,14 @@ class ByteReader:
         buffer = bytearray(count)
         self.read_into(path, offset, memoryview(buffer))
         return bytes(buffer)
+
+    def _elsewhere(self) -> RemoteReader:
+        from deepspeed_affine.storage.remote_read import RemoteReader
+
+        with self._lock:
+            if self._remote is None:
+                self._remote = RemoteReader()
+            return self._remote
 
     def _take(self, path: str) -> _Handle:
         with self._lock:

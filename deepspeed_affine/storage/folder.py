@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
 
 from deepspeed_affine.errors import CheckpointFormatError, Faults
-from deepspeed_affine.storage.files import FolderEntry, absolute, is_folder, join, list_folder, read_small
-from deepspeed_affine.storage.pt_reader import load_pickle
+from deepspeed_affine.storage.files import FolderEntry, absolute, catalogue, is_folder, join, list_folder, read_small
+from deepspeed_affine.storage.pt_reader import load_pickle, preload
 
 __all__ = [
     "CheckpointFile",
@@ -89,6 +89,8 @@ class CheckpointFolder:
     mp_degree: int
     offloaded: tuple[str, ...]
     other_names: tuple[str, ...]
+    keeper: object = field(default=None, repr=False, compare=False)
+    """What keeps the metadata read from a URL's files, as long as this object lives."""
 
     def of_kind(self, kind: FileKind) -> tuple[CheckpointFile, ...]:
         return tuple(file for file in self.files if file.kind == kind)
@@ -170,7 +172,7 @@ def survey_folder(path: str | os.PathLike[str]) -> tuple[CheckpointFolder, Folde
     Raises CheckpointFormatError only for a folder without one checkpoint file.
     """
     folder = absolute(path)
-    entries = _list(folder)
+    entries, keeper = _list(folder)
     faults = FolderFaults()
     files: list[CheckpointFile] = []
     others: list[str] = []
@@ -191,20 +193,23 @@ def survey_folder(path: str | os.PathLike[str]) -> tuple[CheckpointFolder, Folde
         faults.raise_if_any()
         raise _not_a_checkpoint(folder, entries)
     files.sort(key=lambda file: file.place)
+    preload(file.path for file in files)
     _check_contradictions(folder, files, faults)
     world = _stated_world(files, faults)
     dp_degree, mp_degree = _check_grids(folder, files, world, faults)
     offloaded = _offloaded(folder, entries)
-    return CheckpointFolder(folder, tuple(files), dp_degree, mp_degree, offloaded, tuple(sorted(others))), faults
+    others.sort()
+    found = CheckpointFolder(folder, tuple(files), dp_degree, mp_degree, offloaded, tuple(others), keeper)
+    return found, faults
 
 
 def _fault(subject: str, fact: str) -> CheckpointFormatError:
     return CheckpointFormatError(f"{subject}: {fact}.", file=subject)
 
 
-def _list(folder: str) -> list[FolderEntry]:
+def _list(folder: str) -> tuple[list[FolderEntry], object]:
     try:
-        return list_folder(folder)
+        return catalogue(folder)
     except NotADirectoryError:
         raise _fault(folder, "is a file; expected a checkpoint folder. Pass the folder it lies in") from None
     except OSError as exc:

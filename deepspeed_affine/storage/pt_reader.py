@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from deepspeed_affine.errors import CheckpointFormatError
+from deepspeed_affine.errors import AffineError, CheckpointFormatError
 from deepspeed_affine.storage.dtypes import ITEM_SIZES, LEGACY_STORAGE_DTYPES
-from deepspeed_affine.storage.files import MetadataFile, absolute, open_metadata
+from deepspeed_affine.storage.files import MetadataFile, absolute, is_url, open_metadata
 from deepspeed_affine.storage.refs import META_LOCATION, Global, StorageRef
 from deepspeed_affine.storage.unpickle import load_inert
 from deepspeed_affine.storage.zip_reader import ZipDirectory, read_directory
 
-__all__ = ["Loaded", "PtArchive", "load_pickle"]
+__all__ = ["Loaded", "PtArchive", "load_pickle", "preload"]
 
 _ZIP_START = b"PK\x03\x04"
 _MAX_SMALL_RECORD = 4096
+_JOURNEYS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,8 @@ def load_pickle(path: str | os.PathLike[str]) -> Loaded:
     name = absolute(path)
     try:
         file = open_metadata(name)
+    except AffineError:
+        raise
     except (OSError, ValueError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else exc
         raise CheckpointFormatError(
@@ -79,6 +84,29 @@ def load_pickle(path: str | os.PathLike[str]) -> Loaded:
         ) from exc
     finally:
         file.close()
+
+
+def preload(paths: Iterable[str]) -> None:
+    """A hint that the files will be loaded: metadata of those behind URLs is fetched now, many at once.
+
+    Worth it while a ``files.catalogue`` of their folder lives. Whatever is wrong with a file is left to its loading.
+    """
+    urls = [path for path in paths if is_url(path)]
+    if urls:
+        with ThreadPoolExecutor(min(_JOURNEYS_AT_ONCE, len(urls))) as pool:
+            list(pool.map(_preload, urls))
+
+
+def _preload(url: str) -> None:
+    with suppress(OSError, ValueError):
+        file = open_metadata(url)
+        try:
+            directory = read_directory(file, url)
+            directory.prefetch(file)
+            pickle = directory.records[f"{_prefix(directory)}/data.pkl"]
+            file.prefetch([(pickle.header_offset, pickle.header_offset + pickle.size + _MAX_SMALL_RECORD)])
+        finally:
+            file.close()
 
 
 def _load(file: MetadataFile, path: str) -> Loaded:

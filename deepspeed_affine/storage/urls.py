@@ -21,7 +21,7 @@ def absolute(path: str | os.PathLike[str]) -> str:
     if not is_url(text):
         return os.path.abspath(text)
     before, scheme, place, after = _parts(text)
-    return before + scheme + place.rstrip("/") + after
+    return before + scheme + (place.rstrip("/") or place[:1]) + after
 
 
 def join(folder: str, *names: str) -> str:
