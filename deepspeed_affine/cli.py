@@ -18,6 +18,7 @@ DONE, DIFFERENT, COULD_NOT = 0, 1, 2
 
 VERBS = {
     "demo": "train a tiny model, convert its checkpoint and show that DeepSpeed's converter agrees",
+    "inspect": "describe a checkpoint folder from its metadata: topology, files, parameters, what is missing",
     "parity": "run DeepSpeed's converter and ours on one checkpoint and compare every file",
 }
 """The verbs of ``ds_affine``; each is a module of ``commands`` with ``add_arguments`` and ``run``."""
@@ -75,7 +76,7 @@ def _guarded(program: str, run: Callable[[argparse.Namespace], int], args: argpa
         return run(args)
     except AffineError as error:
         caught = error
-        faults = [_described(fault) for fault in error.faults]
+        faults = [fault.to_dict() for fault in error.faults]
         lines = error.message.splitlines()
     except OSError as error:
         caught = error
@@ -97,16 +98,6 @@ def _guarded(program: str, run: Callable[[argparse.Namespace], int], args: argpa
         text = f"{program}: error: {line}"
         print(text.encode("utf-8", "backslashreplace").decode("utf-8"), file=sys.stderr)
     return COULD_NOT
-
-
-def _described(fault: AffineError) -> dict[str, object]:
-    return {
-        "kind": type(fault).__name__,
-        "message": fault.message,
-        "param": fault.param,
-        "rank": fault.rank,
-        "file": fault.file,
-    }
 
 
 def _os_error(error: OSError) -> str:

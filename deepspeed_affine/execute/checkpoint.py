@@ -36,6 +36,9 @@ __all__ = ["DIMENSIONS", "Checkpoint", "ModelFile", "Survey", "read_checkpoint",
 DIMENSIONS = "checkpoint_parallel_dimensions"
 """Where a model-state file records the degrees of pipeline and tensor parallelism."""
 
+MOST_RANKS = 1 << 16
+"""More tensor-parallel ranks than that are a damaged number; files would be missing for nearly all of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -102,6 +105,8 @@ def _read(folder: CheckpointFolder, reading: Reading) -> Checkpoint:
     stage = reading.attempt(3 if folder.zero_model_files else 1, _zero_stage, folder, reading)
     roots = _load_model_files(folder, stage, reading)
     tp_degree, pp_degree, dp_degree = reading.attempt(_degrees_by_name(folder), _degrees, folder, stage, roots)
+    if reading.is_survey and tp_degree > MOST_RANKS:
+        tp_degree, pp_degree, dp_degree = _degrees_by_name(folder)
     model_files = _model_files(roots, tp_degree, reading)
     experts: dict[str, ExpertLayer] = reading.attempt({}, _experts, model_files)
     expert_tensors = {} if experts else _expert_tensors(folder, reading)
@@ -217,8 +222,9 @@ def _degrees(
 
 
 def _degrees_by_name(folder: CheckpointFolder) -> tuple[int, int, int]:
-    """What a survey assumes where the files do not agree on the degrees."""
-    tp = len({file.mp for file in folder.layer_files}) or folder.mp_degree
+    """What a survey assumes where the files do not agree on the degrees, or state absurd ones."""
+    present = len({file.mp for file in folder.files})
+    tp = len({file.mp for file in folder.layer_files}) or min(folder.mp_degree, max(present, MOST_RANKS))
     return tp, max(1, folder.mp_degree // tp), max(folder.dp_degree, 1)
 
 
@@ -305,9 +311,12 @@ def _read_states(checkpoint: Checkpoint, reading: Reading) -> None:
         shard = ShardKey(pp, tp)
         models = by_shard.get(shard, {})
         model_file = models.get(dp_rank if checkpoint.stage == 3 else 0)
-        if model_file is None and reading.is_survey and checkpoint.stage < 3:
-            # That file is missing or damaged, which is said already; the slices are named without it.
-            model_file = read_model_file(file.path, shard, 0, {})
+        if model_file is None and reading.is_survey:
+            # That file is missing or damaged, which is said already. Another data-parallel rank's says the same, and
+            # slices of ZeRO 1 and 2 are named without any.
+            model_file = next(iter(models.values()), None) or read_model_file(file.path, shard, 0, {})
+            if checkpoint.stage == 3 and not models:
+                continue
         elif model_file is None:
             faults.add(
                 CheckpointFormatError(
