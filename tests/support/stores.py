@@ -110,18 +110,30 @@ def make_store(kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkey
     if kind == "file":
         return Store(kind, f"file://{tmp_path}/{unique}/{ODD}")
     request.getfixturevalue("s3_server")
-    import s3fs
-
     fsspec.filesystem("s3").mkdir(unique)
     store = Store(kind, f"s3://{unique}/{ODD}")
+
+    def noted(method: str, options: dict[str, Any]) -> None:
+        store.requests.append((method, options.get("Key", "")))
+
+    before_s3_requests(monkeypatch, noted)
+    return store
+
+
+def before_s3_requests(monkeypatch: pytest.MonkeyPatch, look: Callable[[str, dict[str, Any]], None]) -> None:
+    """``look`` sees every request s3fs is about to make, by its name and options; it may change them, or raise."""
+    import s3fs
+    from fsspec.asyn import sync_wrapper
+
     original = s3fs.S3FileSystem._call_s3
 
-    async def counted(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        store.requests.append((method, kwargs.get("Key", "")))
+    async def watched(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        look(method, kwargs)
         return await original(self, method, *args, **kwargs)
 
-    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", counted)
-    return store
+    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", watched)
+    # Its files call this one, which was made of the other.
+    monkeypatch.setattr(s3fs.S3FileSystem, "call_s3", sync_wrapper(watched))
 
 
 class Failing:
