@@ -26,6 +26,7 @@ from deepspeed_affine.storage.resume import await_job, resumable
 from deepspeed_affine.storage.staged import StagedFolder
 from deepspeed_affine.storage.targets import (
     OutputState,
+    counted,
     examine,
     in_one_line,
     is_taken,
@@ -65,9 +66,10 @@ class Kept:
     nbytes: int
 
     def __str__(self) -> str:
+        kept = "is" if self.files == 1 else "are"
         return (
-            f"{self.files} finished files ({self.nbytes} bytes) are kept in {self.path}; the same command resumes, "
-            "with --no-resume it starts over"
+            f"{counted(self.files, 'finished file')} ({self.nbytes} bytes) {kept} kept in {self.path}; the same "
+            "command resumes, with --no-resume it starts over"
         )
 
 
@@ -149,13 +151,14 @@ class OutputFolder:
         """
         path = require_target(target)
         protected = tuple(os.path.abspath(os.fspath(item)) for item in protect)
+        said = recover(path)
         if is_taken(path):
             if not overwrite:
                 refuse_existing(path)
             require_replaceable(path, protected)
         made = make_folders(os.path.dirname(path))
         try:
-            private, said = _take_recovered(path)
+            private = _take(path)
         except BaseException:
             remove_empty(made)
             raise
@@ -338,21 +341,14 @@ class OutputFolder:
         return self._publishing or not isinstance(error, AffineError) or isinstance(error, PolicyError)
 
 
-def _take_recovered(target: str) -> tuple[PrivateFolder, str]:
-    """The private folder of ``target``, with no publication half-way in it, and what was found of one."""
+def _take(target: str) -> PrivateFolder:
+    """The private folder of ``target``, with no publication half-way in it."""
     private = PrivateFolder.take(target)
-    try:
-        found = finish_publication(private, target)
-    except BaseException:
+    if os.path.lexists(private.marker) or os.path.lexists(private.old):
         private.release()
-        raise
-    if found.gone:
-        private = PrivateFolder.take(target)
-        if os.path.lexists(private.marker) or os.path.lexists(private.old):
-            private.release()
-            raise PolicyError(
-                f"{private.path}: holds what an earlier run has replaced, and could not be removed. Remove it, then "
-                "run again.",
-                file=private.path,
-            )
-    return private, found.said
+        raise PolicyError(
+            f"{private.path}: holds what an earlier run has replaced, and could not be removed. Remove it, then run "
+            "again.",
+            file=private.path,
+        )
+    return private

@@ -10,7 +10,7 @@ from deepspeed_affine.errors import PolicyError
 from deepspeed_affine.storage.journal import Finished, JournalContent, read_journal
 from deepspeed_affine.storage.manifest import identity_differences
 from deepspeed_affine.storage.private import PrivateFolder
-from deepspeed_affine.storage.targets import in_one_line
+from deepspeed_affine.storage.targets import counted, in_one_line
 from deepspeed_affine.storage.trees import is_present
 
 __all__ = ["await_job", "resumable"]
@@ -37,8 +37,9 @@ def resumable(private: PrivateFolder, identity: Mapping[str, Any]) -> tuple[dict
     differences = identity_differences(recorded, identity) if recorded is not None else []
     if present and differences:
         raise PolicyError(
-            f"{private.path}: holds {len(present)} finished files of another conversion to {private.target}: "
-            f"{in_one_line(differences)}. Run that command again to finish it, or start over with --no-resume.",
+            f"{private.path}: holds {counted(len(present), 'finished file')} of another conversion to "
+            f"{private.target}: {in_one_line(differences)}. Run that command again to finish it, or start over with "
+            "--no-resume.",
             file=private.path,
         )
     return ({} if differences else present), remarks

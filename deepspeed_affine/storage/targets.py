@@ -13,6 +13,7 @@ from deepspeed_affine.storage.manifest import MANIFEST_NAME, Manifest, identity_
 
 __all__ = [
     "OutputState",
+    "counted",
     "examine",
     "in_one_line",
     "is_taken",
@@ -63,11 +64,17 @@ def examine(target: str, identity: Mapping[str, Any]) -> OutputState:
     return OutputState(target, "foreign" if differences else "complete", tuple(differences), manifest)
 
 
+def counted(number: int, what: str) -> str:
+    """The number and the noun, in the plural where that is due."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def in_one_line(differences: Iterable[str]) -> str:
     """The first ten, and how many more there are."""
     found = list(differences)
     hidden = len(found) - SHOWN_FAULTS
-    return "; ".join(found[:SHOWN_FAULTS]) + (f"; and {hidden} more differences" if hidden > 0 else "")
+    more = f"; and {counted(hidden, 'more difference')}" if hidden > 0 else ""
+    return "; ".join(found[:SHOWN_FAULTS]) + more
 
 
 def require_target(target: str | os.PathLike[str]) -> str:
