@@ -9,7 +9,7 @@ from held import Held
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_affine.execute import prove
+from deepspeed_affine.execute import compare
 from deepspeed_affine.execute.prove import measure_drift, shards_identical
 from deepspeed_affine.ir import AffinePiece
 from deepspeed_affine.plan.conversion import Replica, ShardPieces, TensorFile
@@ -44,12 +44,12 @@ def test_differences_are_found_counted_and_placed(world, block):
     right = left.clone()
     for place in changed:
         right[place] += 0.5
-    before = prove.BLOCK_ELEMENTS
-    prove.BLOCK_ELEMENTS = block
+    before = compare.BLOCK_ELEMENTS
+    compare.BLOCK_ELEMENTS = block
     try:
         found = measure_drift(file((numel,), primary, pieces), Held(left, right))
     finally:
-        prove.BLOCK_ELEMENTS = before
+        compare.BLOCK_ELEMENTS = before
     if not changed:
         assert found == []
         return
@@ -67,12 +67,12 @@ def test_the_first_element_is_in_the_tensors_coordinates(place, block):
     right = torch.zeros(24)
     transposed = AffinePiece((4, 2, 3), 0, (1, 12, 4), 0, (6, 3, 1), (1,))
     right.as_strided((4, 2, 3), (6, 3, 1))[place % 4, place // 12, place // 4 % 3] = 1.0
-    before = prove.BLOCK_ELEMENTS
-    prove.BLOCK_ELEMENTS = block
+    before = compare.BLOCK_ELEMENTS
+    compare.BLOCK_ELEMENTS = block
     try:
         (drift,) = measure_drift(file(shape, (run(0, 24, 0, 0),), (transposed,)), Held(left, right))
     finally:
-        prove.BLOCK_ELEMENTS = before
+        compare.BLOCK_ELEMENTS = before
     assert drift.first == (place // 12, place // 4 % 3, place % 4)
     assert drift.differing == 1
 
