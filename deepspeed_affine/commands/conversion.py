@@ -79,7 +79,7 @@ class _Builder:
         self._report_empty()
         objects = (*files.objects, *object_files(checkpoint))
         copies = copied_files(checkpoint)
-        plan = ConversionPlan(files.storages, tuple(files.tensors), objects, copies, tuple(files.notes))
+        plan = ConversionPlan(files.storages, tuple(files.tensors), objects, copies, tuple(files.notes), files.layouts)
         check_paths(plan.paths)
         return plan, tuple(self.suspects)
 

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from deepspeed_affine.commands.conversion import ConversionOptions, Suspect, build_plan
-from deepspeed_affine.errors import Faults, IntegrityError, PolicyError
-from deepspeed_affine.execute.bounds import memory_bound
-from deepspeed_affine.execute.checkpoint import Checkpoint, read_checkpoint
-from deepspeed_affine.execute.claims import SourceSums, check_storages
-from deepspeed_affine.execute.convert import ExecutionOptions, Written, close_gaps, write_files
+from deepspeed_affine.commands.conversion import ConversionOptions, build_plan
+from deepspeed_affine.commands.existing import is_complete, refuse_foreign
+from deepspeed_affine.commands.identity import conversion_identity
+from deepspeed_affine.commands.interrupts import interruptible
+from deepspeed_affine.commands.policies import averaged, settle_drift, settle_identical
+from deepspeed_affine.commands.summary import Summary, headline, print_complete, print_summary, summarise
+from deepspeed_affine.commands.text import say
+from deepspeed_affine.errors import PolicyError
+from deepspeed_affine.execute.checkpoint import read_checkpoint
+from deepspeed_affine.execute.claims import SourceSums
+from deepspeed_affine.execute.convert import ExecutionOptions, Written, close_gaps, reusable, write_files
 from deepspeed_affine.execute.gather import PieceReader
-from deepspeed_affine.execute.prove import Drift, drifted_storages, find_drift, shards_identical
+from deepspeed_affine.execute.prove import find_drift
+from deepspeed_affine.ir import ParamAffineMap
 from deepspeed_affine.lowering.policy import IdenticalShards, OnDrift, ScaledStates
 from deepspeed_affine.lowering.stock_rules import StockRules
 from deepspeed_affine.plan.conversion import ConversionPlan
 from deepspeed_affine.storage.files import ByteReader
-from deepspeed_affine.storage.output import StagedFolder, refuse_existing, replace_text
+from deepspeed_affine.storage.manifest import Manifest, ManifestFile, ManifestParameter
+from deepspeed_affine.storage.output import OutputFolder, require_space
 from deepspeed_affine.storage.sink import LocalSink
 
 __all__ = ["add_arguments", "run"]
 
 NEWEST_KNOWN = "0.19.8"
-LATEST = "latest_universal"
+BYTES_PER_FILE = 4096
+"""What a file takes on a disk beside its tensor: its own structure, and the rest of its last block."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     stock.add_argument(
         "--keep_temp_folder",
         action="store_true",
-        help="keep the private folder of an unsuccessful conversion (there are no slice files to keep)",
+        help="keep the private folder of an unsuccessful conversion in any case (there are no slice files to keep)",
     )
     stock.add_argument(
         "--no_strict",
@@ -78,6 +84,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what to do with a parameter said to be split whose shards are byte-identical on all ranks "
         "(default: %(default)s)",
     )
+    ours.add_argument(
+        "--overwrite", action="store_true", help="replace an existing universal checkpoint, at the very end"
+    )
+    ours.add_argument(
+        "--no-resume", action="store_true", help="start over, do not reuse what an interrupted run has finished"
+    )
     ours.add_argument("--no-source-crc", action="store_true", help="do not check source storages against their CRC")
     ours.add_argument("--no-fsync", action="store_true", help="do not wait until the output is on the disk")
     ours.add_argument("--json", action="store_true", help="print the plan or the result as JSON")
@@ -92,9 +104,9 @@ def run(args: argparse.Namespace) -> int:
     source, target = os.path.abspath(args.input_folder), os.path.abspath(args.output_folder)
     if source == target:
         raise PolicyError(f"{target}: is both input and output folder; give the output a folder of its own.")
-    refuse_existing(target)
+    deepspeed = _deepspeed_version()
     options = ConversionOptions(
-        rules=StockRules.for_version(_deepspeed_version()),
+        rules=StockRules.for_version(deepspeed),
         strict=args.strict,
         inject_missing_state=args.inject_missing_state,
         on_drift=OnDrift(args.on_drift),
@@ -106,42 +118,66 @@ def run(args: argparse.Namespace) -> int:
         fsync=not args.no_fsync,
         progress=sys.stderr.isatty() and not args.json,
     )
+    refuse_foreign(target, overwrite=args.overwrite)
     checkpoint = read_checkpoint(source)
-    plan, suspects = build_plan(checkpoint, options)
-    with ByteReader() as reader:
-        identical = _identical(plan, suspects, reader)
-        if identical:
-            plan = _resolve_identical(checkpoint, options, plan, identical, IdenticalShards(args.identical_shards))
-        summary = _summary(checkpoint, plan, execution, target)
+    identity = conversion_identity(checkpoint.folder, _changing_options(args), deepspeed=deepspeed)
+    with ByteReader() as reader, interruptible():
+        if not args.dry_run and is_complete(target, identity, reader, execution, overwrite=args.overwrite):
+            print_complete(target, as_json=args.json)
+            return 0
+        plan, suspects = build_plan(checkpoint, options)
+        plan = settle_identical(checkpoint, options, plan, suspects, IdenticalShards(args.identical_shards), reader)
+        summary = summarise(checkpoint, plan, execution, target)
         if args.dry_run:
-            _print(summary, args.json)
+            print_summary(summary, as_json=args.json)
             return 0
         if not args.json:
-            _say(_headline(summary))
-        with StagedFolder(target) as staged:
-            try:
-                drifts = find_drift(plan, PieceReader(plan.storages, reader), execution.workers)
-                if drifts and execution.source_crc:
-                    # Damage on the disk looks like drift; it must not be averaged away.
-                    check_storages(drifted_storages(plan, drifts), reader)
-                _judge_drift(drifts, options.on_drift)
-                summary["drift"] = [drift.describe() for drift in drifts]
-                if options.on_drift is OnDrift.AVERAGE:
-                    plan = _averaging(plan, drifts)
-                    summary["averaged"] = _averaged(plan)
-                written = write_files(plan, reader, LocalSink(staged.path, durable=execution.fsync), execution)
-                if execution.source_crc:
-                    _check_sources(plan, written, reader, execution)
-                summary["bytes_written"] = written.bytes_written
-                staged.publish(durable=execution.fsync, files_synced=True)
-            except BaseException:
-                if args.keep_temp_folder:
-                    staged.keep()
-                    print(f"unfinished output kept: {staged.path}", file=sys.stderr)
-                raise
-    _point_at(target)
-    _print(summary, args.json)
+            say(headline(summary))
+        output = OutputFolder.open(
+            target,
+            identity,
+            overwrite=args.overwrite,
+            resume=not args.no_resume,
+            keep=args.keep_temp_folder,
+            protect=(source,),
+        )
+        try:
+            with output:
+                remarks = _convert(plan, options, execution, reader, output, identity, summary)
+        except BaseException:
+            if output.kept is not None:
+                print(output.kept, file=sys.stderr)
+            raise
+    print_summary(summary, as_json=args.json, remarks=remarks)
     return 0
+
+
+def _convert(
+    plan: ConversionPlan,
+    options: ConversionOptions,
+    execution: ExecutionOptions,
+    reader: ByteReader,
+    output: OutputFolder,
+    identity: dict[str, Any],
+    summary: Summary,
+) -> list[str]:
+    """The output is published; ``summary`` says what was done. Returns remarks for the user."""
+    drifts = find_drift(plan, PieceReader(plan.storages, reader), execution.workers)
+    plan = settle_drift(plan, drifts, options.on_drift, reader, check=execution.source_crc)
+    summary["drift"] = [drift.describe() for drift in drifts]
+    summary["averaged"] = averaged(plan)
+    reused = reusable(output.finished, output.files_path, reader, execution)
+    for path in set(output.finished) - set(reused):
+        output.forget(path)
+    held = sum(entry.nbytes for entry in reused.values())
+    require_space(output.files_path, plan.bytes_out - held + BYTES_PER_FILE * len(plan.paths), files=len(plan.paths))
+    sink = LocalSink(output.files_path, durable=execution.fsync)
+    written = write_files(plan, reader, sink, execution, reused=reused, record=output.journal.record)
+    if execution.source_crc:
+        _check_sources(plan, written, reader, execution)
+    remarks = output.publish(_manifest(plan, written, identity), durable=execution.fsync)
+    summary.update(bytes_written=written.bytes_written, reused_files=len(reused), reused_bytes=held)
+    return [*output.remarks, *remarks]
 
 
 def _check_sources(plan: ConversionPlan, written: Written, reader: ByteReader, execution: ExecutionOptions) -> None:
@@ -152,17 +188,31 @@ def _check_sources(plan: ConversionPlan, written: Written, reader: ByteReader, e
     sums.check()
 
 
-def _point_at(target: str) -> None:
-    """``latest_universal`` beside the output names it, which is where DeepSpeed's loader looks."""
-    pointer = os.path.join(os.path.dirname(target), LATEST)
-    try:
-        replace_text(pointer, os.path.basename(target))
-    except OSError as error:
-        raise PolicyError(
-            f"{pointer}: could not be written ({error.strerror}), while {target} was converted and is complete. Write "
-            f"{os.path.basename(target)!r} into that file, or load with an explicit tag.",
-            file=pointer,
-        ) from error
+def _manifest(plan: ConversionPlan, written: Written, identity: dict[str, Any]) -> Manifest:
+    ids: dict[ParamAffineMap, str] = {}
+    parameters: dict[str, ManifestParameter] = {}
+    for task in plan.tensors:
+        layout = plan.layouts[task.param]
+        if layout not in ids:
+            ids[layout] = layout.layout_id()
+        parameters.setdefault(task.param, ManifestParameter(ids[layout], task.shape))
+    holds: dict[str, tuple[str | None, str | None]] = {task.path: (task.param, task.state) for task in plan.tensors}
+    holds.update((file.path, (file.param, file.state)) for file in plan.objects if file.param in parameters)
+    files = {
+        path: ManifestFile(entry.nbytes, entry.crc32, *holds.get(path, (None, None)))
+        for path, entry in written.files.items()
+    }
+    return Manifest(identity, files, parameters)
+
+
+def _changing_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that change what is written, and no others."""
+    return {
+        "inject_missing_state": args.inject_missing_state,
+        "on_drift": args.on_drift,
+        "scaled_states": args.scaled_states,
+        "identical_shards": args.identical_shards,
+    }
 
 
 def _positive(text: str) -> int:
@@ -180,137 +230,3 @@ def _deepspeed_version() -> str:
         return version("deepspeed")
     except PackageNotFoundError:
         return NEWEST_KNOWN
-
-
-def _identical(plan: ConversionPlan, suspects: tuple[Suspect, ...], reader: ByteReader) -> list[str]:
-    pieces = PieceReader(plan.storages, reader)
-    return [suspect.param for suspect in suspects if all(shards_identical(shards, pieces) for shards in suspect.states)]
-
-
-def _resolve_identical(
-    checkpoint: Checkpoint,
-    options: ConversionOptions,
-    plan: ConversionPlan,
-    names: list[str],
-    policy: IdenticalShards,
-) -> ConversionPlan:
-    if policy is IdenticalShards.SPLIT:
-        return plan
-    if policy is IdenticalShards.REPLICATED:
-        return build_plan(checkpoint, replace(options, replicated=frozenset(names)))[0]
-    faults = Faults()
-    for name in names:
-        faults.add(
-            IntegrityError(
-                f"parameter {name!r}: its shards are byte-identical on all {checkpoint.tp_degree} tensor-parallel "
-                "ranks, in every state, while its metadata says they are parts; DeepSpeed would write it "
-                f"{checkpoint.tp_degree} times over. Choose --identical-shards replicated (one copy; right for norms "
-                "and biases that DeepSpeed 0.18.9 forgot to list) or split (concatenate).",
-                param=name,
-            )
-        )
-    faults.raise_if_any()
-    return plan
-
-
-def _judge_drift(drifts: list[Drift], policy: OnDrift) -> None:
-    if policy is not OnDrift.ERROR:
-        return
-    faults = Faults()
-    for drift in drifts:
-        faults.add(
-            IntegrityError(
-                f"{drift.describe()}. Copies of one value must agree; choose --on-drift average or first to convert "
-                "knowingly.",
-                param=drift.param,
-            )
-        )
-    faults.raise_if_any()
-
-
-def _averaging(plan: ConversionPlan, drifts: list[Drift]) -> ConversionPlan:
-    """``plan`` with the drifted tensors averaged; where replicas agree the value itself is kept."""
-    drifted = {(drift.param, drift.state) for drift in drifts}
-    tensors = tuple(
-        replace(task, fill="average") if (task.param, task.state) in drifted else task for task in plan.tensors
-    )
-    return replace(plan, tensors=tensors)
-
-
-def _averaged(plan: ConversionPlan) -> list[str]:
-    return sorted({task.param for task in plan.tensors if task.fill == "average"})
-
-
-def _summary(checkpoint: Checkpoint, plan: ConversionPlan, execution: ExecutionOptions, target: str) -> dict[str, Any]:
-    return {
-        "input_folder": checkpoint.folder.path,
-        "output_folder": target,
-        "zero_stage": checkpoint.stage,
-        "degrees": {"tp": checkpoint.tp_degree, "pp": checkpoint.pp_degree, "dp": checkpoint.dp_degree},
-        "parameters": len(plan.params),
-        "files": len(plan.tensors) + len(plan.objects) + len(plan.copies),
-        "bytes_in": plan.bytes_in,
-        "bytes_out": plan.bytes_out,
-        "memory_bound_bytes": memory_bound(plan, execution),
-        "workers": execution.workers,
-        "states": sorted({task.state for task in plan.tensors}),
-        "truncated": sorted({task.param for task in plan.tensors if task.shape != task.map_shape}),
-        "averaged": _averaged(plan),
-        "reset": sorted({f"{task.param}/{task.state}" for task in plan.tensors if task.fill == "zero"}),
-        "storages_without_crc": sum(storage.crc32 is None for storage in plan.checked_storages),
-        "notes": list(plan.notes),
-        "drift": [],
-    }
-
-
-def _headline(summary: dict[str, Any]) -> str:
-    degrees = ", ".join(f"{axis.upper()} {degree}" for axis, degree in summary["degrees"].items())
-    return (
-        f"{summary['input_folder']}: ZeRO-{summary['zero_stage']}, {degrees}; {summary['parameters']} parameters, "
-        f"{summary['files']} files, {_size(summary['bytes_in'])} in, {_size(summary['bytes_out'])} out, "
-        f"at most {_size(summary['memory_bound_bytes'])} of memory"
-    )
-
-
-def _print(summary: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        _say(json.dumps(summary, indent=2))
-        return
-    written = summary.get("bytes_written")
-    lines = []
-    if written is None:
-        lines += [_headline(summary), f"states: {', '.join(summary['states']) or 'none'}"]
-    for key, words in (
-        ("truncated", "vocabulary padding cut off"),
-        ("averaged", "replicas averaged"),
-        ("reset", "reset to zeros"),
-    ):
-        if summary[key]:
-            lines.append(f"{words}: {', '.join(summary[key])}")
-    lines += [f"note: {line}" for line in [*summary["notes"], *summary["drift"]]]
-    if summary["storages_without_crc"]:
-        lines.append(
-            f"note: {summary['storages_without_crc']} source storages carry no usable CRC and were not checked"
-        )
-    if written is not None:
-        lines.append(f"{summary['output_folder']}: {_size(written)} written")
-    _say("\n".join(lines))
-
-
-def _say(text: str) -> None:
-    """``text`` is printed; a reader that has gone away does not turn a good conversion into a failed one."""
-    # Names may hold what the terminal's encoding, or any encoding, cannot.
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    try:
-        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-
-
-def _size(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

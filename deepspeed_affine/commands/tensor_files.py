@@ -60,6 +60,7 @@ class TensorFiles:
         self.tensors: list[TensorFile] = []
         self.objects: list[ObjectFile] = []
         self.notes: list[str] = []
+        self.layouts: dict[str, ParamAffineMap] = {}
         self._storages: dict[StorageRef, int] = {}
 
     @property
@@ -151,6 +152,7 @@ class TensorFiles:
                 )
         if average and fill == "copy" and self.options.on_drift is OnDrift.AVERAGE:
             fill = "average"
+        self.layouts.setdefault(name, layout)
         shape = layout.logical_shape
         if truncate is not None:
             shape = (min(truncate, shape[0]), *shape[1:])
@@ -195,7 +197,9 @@ class TensorFiles:
             )
         if write:
             stored = (source_storage(first.value.storage),) if isinstance(first.value, TensorRef) else ()
-            self.objects.append(ObjectFile(state_path(name, state), first.value, storages=stored))
+            self.objects.append(
+                ObjectFile(state_path(name, state), first.value, storages=stored, param=name, state=state)
+            )
 
     def _scale_power(self, name: str, state: str) -> int | None:
         """The power of the scale by which ``state`` is to be divided, or None where zeros are written instead."""

@@ -113,12 +113,15 @@ class ObjectFile:
     """One output file that holds a pickled object graph, rewritten from a source file's.
 
     ``nbytes`` is at most the size of the file it comes from; ``storages`` are those of that file it carries over.
+    ``param`` and ``state`` say what it holds where that is one state of one parameter.
     """
 
     path: str
     root: Any = field(repr=False)
     nbytes: int = 0
     storages: tuple[SourceStorage, ...] = ()
+    param: str | None = None
+    state: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +136,17 @@ class CopiedFile:
 
 @dataclass(frozen=True, slots=True)
 class ConversionPlan:
-    """Everything a conversion will do: what is read, compared and written, and what it leaves out."""
+    """Everything a conversion will do: what is read, compared and written, and what it leaves out.
+
+    ``layouts`` has the map of every parameter in ``tensors``, from F to the shards of its model-parallel ranks.
+    """
 
     storages: tuple[SourceStorage, ...]
     tensors: tuple[TensorFile, ...]
     objects: tuple[ObjectFile, ...]
     copies: tuple[CopiedFile, ...]
     notes: tuple[str, ...] = ()
+    layouts: Mapping[str, ParamAffineMap] = field(default_factory=dict)
 
     @property
     def paths(self) -> tuple[str, ...]:
