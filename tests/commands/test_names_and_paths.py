@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -185,11 +184,15 @@ def test_input_by_a_link_and_files_that_are_links(tmp_path):
 def test_a_parent_that_may_not_be_written(tmp_path, capsys, monkeypatch):
     folder = made_of("w").save(tmp_path / "ckpt")
 
-    def refuse(*args, **kwargs):
-        raise PermissionError(errno.EACCES, "Permission denied", kwargs["dir"])
+    real = os.mkdir
+
+    def refuse(path, *args, **kwargs):
+        if os.fspath(path).endswith(".partial"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        real(path, *args, **kwargs)
 
     # Simulated, because root may write anywhere.
-    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    monkeypatch.setattr(os, "mkdir", refuse)
     assert "Permission denied" in assert_refuses(folder, tmp_path, capsys)
     assert convert(folder, tmp_path / "new" / "out") == 2
     assert not (tmp_path / "new").exists()
