@@ -35,7 +35,7 @@ from deepspeed_affine.storage.targets import (
     require_space,
     require_target,
 )
-from deepspeed_affine.storage.trees import make_folders, prune, remove_empty, require_files
+from deepspeed_affine.storage.trees import is_present, make_folders, prune, remove_empty, require_files
 
 __all__ = [
     "Kept",
@@ -320,9 +320,10 @@ class OutputFolder:
             self._lock.release()
             return
         try:
-            done = self.collect()
+            found = self.collect()
         except (AffineError, OSError):
-            done = self.finished
+            found = self.finished
+        done = {path: entry for path, entry in found.items() if is_present(self.files_path, entry)}
         self.journal.close()
         if os.path.lexists(self._private.marker) or os.path.lexists(self._private.old):
             # Publication has begun, and the next run ends it.

@@ -81,11 +81,12 @@ class FileLock:
         return cls(path, fd, held)
 
     def sign(self) -> None:
-        """After this the file tells others who holds the lock."""
+        """After this the file tells others who holds the lock, if the disk has room for that."""
         text = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode("ascii")
-        os.ftruncate(self._fd, 0)
-        os.lseek(self._fd, 0, os.SEEK_SET)
-        write_all(self._fd, _MARK + b", " + text[1:])
+        with suppress(OSError):
+            os.ftruncate(self._fd, 0)
+            os.lseek(self._fd, 0, os.SEEK_SET)
+            write_all(self._fd, _MARK + b", " + text[1:])
 
     def release(self) -> None:
         """After this others may have it; does nothing the second time."""

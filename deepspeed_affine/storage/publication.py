@@ -181,8 +181,15 @@ def _restore(private: PrivateFolder, target: str) -> None:
 
 def _complete(private: PrivateFolder, target: str, *, durable: bool) -> tuple[str, ...]:
     if durable:
-        fsync_folder(os.path.dirname(target))
-        fsync_folder(private.path)
+        try:
+            fsync_folder(os.path.dirname(target))
+            fsync_folder(private.path)
+        except OSError as error:
+            raise PolicyError(
+                f"{target}: was converted and is complete, but the system does not confirm that its name is on the "
+                f"disk ({error.strerror}). Check the disk, then run the same command again.",
+                file=target,
+            ) from error
     point_at(target, private.pointer, durable=durable)
     if private.remove():
         return ()

@@ -381,6 +381,26 @@ def test_a_pointer_that_cannot_be_written_is_made_up_for(tmp_path):
     assert leftovers(tmp_path) == []
 
 
+def test_a_folder_that_cannot_be_synced_after_the_rename(tmp_path, monkeypatch):
+    output, manifest = made(tmp_path / "out")
+    real = os.fsync
+
+    def fsync(fd):
+        if os.readlink(f"/proc/self/fd/{fd}") == str(tmp_path):
+            raise OSError(errno.EIO, "Input/output error")
+        real(fd)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fsync)
+        with pytest.raises(PolicyError, match=r"is complete, but the system does not confirm") as caught:
+            output.publish(manifest)
+    output.close(caught.value)
+    assert examine(str(tmp_path / "out"), IDENTITY).kind == "complete"
+    assert "finished now" in recover(tmp_path / "out")
+    assert (tmp_path / "latest_universal").read_text() == "out"
+    assert leftovers(tmp_path) == []
+
+
 def test_an_old_output_that_cannot_be_removed_is_a_remark(tmp_path, monkeypatch, way):
     publish(tmp_path / "out", b"before", BEFORE)
     real = os.unlink
