@@ -246,12 +246,19 @@ def _required_info(checkpoint: Checkpoint, options: ConversionOptions) -> Mappin
     info = checkpoint.uc_info
     if info is not None:
         return info
-    if options.inject_missing_state or (checkpoint.stage in (0, 3) and checkpoint.tp_degree == 1):
+    path, degree = checkpoint.model_files[0].path, checkpoint.tp_degree
+    if degree == 1 and (options.inject_missing_state or checkpoint.stage in (0, 3)):
         return {keys.VERSION: UC_VERSION}
+    if degree == 1:
+        advice = "If the model is not tensor-parallel, convert with --inject_missing_state"
+    else:
+        advice = (
+            f"The files are of {degree} tensor-parallel ranks: save with the info in the client state (AutoTP of "
+            "DeepSpeed 0.18.9 and later adds it by itself)"
+        )
     raise CheckpointFormatError(
-        f"{checkpoint.model_files[0].path}: 'universal_checkpoint_info' is missing, so nothing says how parameters are "
-        "split. If the model is not tensor-parallel, convert with --inject_missing_state.",
-        file=checkpoint.model_files[0].path,
+        f"{path}: 'universal_checkpoint_info' is missing, so nothing says how parameters are split. {advice}.",
+        file=path,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 from deepspeed_affine.errors import CheckpointFormatError, Faults
 from deepspeed_affine.storage.files import FolderEntry, absolute, catalogue, is_folder, join, list_folder, read_small
 from deepspeed_affine.storage.pt_reader import load_pickle, preload
+from deepspeed_affine.storage.sequence_ranks import without_sequence_ranks
 
 __all__ = [
     "CheckpointFile",
@@ -196,6 +197,7 @@ def survey_folder(path: str | os.PathLike[str]) -> tuple[CheckpointFolder, Folde
     preload(file.path for file in files)
     _check_contradictions(folder, files, faults)
     world = _stated_world(files, faults)
+    without_sequence_ranks(files, *world)
     dp_degree, mp_degree = _check_grids(folder, files, world, faults)
     offloaded = _offloaded(folder, entries)
     others.sort()

@@ -5,59 +5,16 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from converting import assert_converts, assert_refuses, convert, listing, same, stored, wrong
-from synthetic import COLUMN, Param, World, make, random_full
+from synthetic import COLUMN, Param, World, make, random_full, save
 
 
 def made_of(*names, stage=1, dp=2, **world):
     params = [Param(name, random_full((4, 3), index)) for index, name in enumerate(names)]
     return make(World(stage=stage, dp=dp, **world), params)
-
-
-ODD_FOLDERS = [
-    "o+x(1)",
-    "[abc]",
-    "with space",
-    "ünïcode-β",
-    "a.b.c",
-    "mp_rank_00_model_states.pt",
-    "zero_pp_rank_0",
-    "*?",
-    "$HOME",
-    "-dash",
-    "tail ",
-    "100%",
-    "back\\slash",
-    "q'uo\"te",
-]
-
-
-@pytest.mark.parametrize("name", ODD_FOLDERS)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_p36_odd_folder_names_on_both_sides(tmp_path, name, stage):
-    made = made_of("w", stage=stage)
-    source, target = tmp_path / name / "in", tmp_path / "deep" / name
-    made.save(source)
-    assert convert(source, target) == 0
-    assert wrong(made, target, flat=stage == 3) == []
-    assert (tmp_path / "deep" / "latest_universal").read_text() == name
-
-
-@pytest.mark.parametrize("spelling", ["out/", "out//", "./out", "deep/er/out", "deep/../out", "in/../out/"])
-def test_p38_p39_spellings_of_the_output(tmp_path, monkeypatch, spelling):
-    monkeypatch.chdir(tmp_path)
-    made = made_of("w")
-    made.save("in")
-    assert convert("in/", spelling) == 0
-    target = os.path.normpath(spelling)
-    assert wrong(made, target) == []
-    assert (Path(target).parent / "latest_universal").read_text() == "out"
-    assert "latest_universal" not in os.listdir(target)
-    assert not [name for name in listing(tmp_path) if name.endswith(".partial")]
 
 
 ODD_PARAMS = [
@@ -149,7 +106,7 @@ def test_an_existing_output_is_refused_and_kept(tmp_path, capsys, kind):
     if kind == "file":
         target.write_text("precious")
     elif kind == "universal":
-        assert convert(folder, target) == 0
+        assert convert(made_of("another").save(tmp_path / "other"), target) == 0
     elif kind == "dangling link":
         target.symlink_to(tmp_path / "nowhere")
     else:
@@ -249,3 +206,31 @@ def test_printing_survives_any_encoding(tmp_path):
             assert json.loads(run.stdout)["output_folder"].endswith("json")
     assert same(stored(tmp_path / "text", "日本", "fp32"), made.truth["日本", "fp32"])
     assert torch.is_tensor(stored(tmp_path / "json", "日本", "exp_avg"))
+
+
+def test_a_folder_of_another_kind_says_which_was_meant(tmp_path, capsys):
+    made = make(World(dp=2), [Param("w", random_full((4, 3), 1)), Param("b", random_full((3,), 2))])
+    made.save(tmp_path / "run" / "global_step7")
+    (tmp_path / "run" / "latest").write_text("global_step7")
+    assert "global_step7" in assert_refuses(tmp_path / "run", tmp_path, capsys)
+    (tmp_path / "run" / "latest").unlink()
+    assert "global_step7" in assert_refuses(tmp_path / "run", tmp_path, capsys)
+    (tmp_path / "empty").mkdir()
+    assert "no checkpoint file" in assert_refuses(tmp_path / "empty", tmp_path, capsys)
+    assert "cannot be listed" in assert_refuses(tmp_path / "absent", tmp_path, capsys)
+    file = tmp_path / "run" / "global_step7" / made.model_name()
+    assert "is a file" in assert_refuses(file, tmp_path, capsys)
+    assert convert(tmp_path / "run" / "global_step7", tmp_path / "uni") == 0
+    assert "universal checkpoint already" in assert_refuses(tmp_path / "uni", tmp_path, capsys)
+    assert "no checkpoint file" in assert_refuses(tmp_path / "uni" / "zero", tmp_path, capsys)
+
+
+def test_other_files_of_the_folder_are_left_alone(tmp_path):
+    made = make(World(dp=2), [Param("w", random_full((4, 3), 1)), Param("b", random_full((3,), 2))])
+    folder = tmp_path / "ckpt"
+    made.save(folder)
+    save({"x": 1}, folder / "scheduler.pt")
+    (folder / "zero_to_fp32.py").write_text("raise SystemExit('never run')")
+    (folder / "model.safetensors").write_bytes(b"\0" * 10)
+    target = assert_converts(made, tmp_path)
+    assert {"scheduler.pt", "zero_to_fp32.py", "model.safetensors"}.isdisjoint(listing(target))

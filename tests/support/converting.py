@@ -48,6 +48,16 @@ def listing(folder: str | os.PathLike[str]) -> set[str]:
     return found
 
 
+def leftovers(target: str | os.PathLike[str]) -> list[str]:
+    """What a refused conversion to ``target`` left: the target itself, or the private folder beside it."""
+    parent, name = os.path.split(os.path.abspath(target))
+    private = (f".{name}.", f"{name}.")
+    found = os.listdir(parent) if os.path.isdir(parent) else []
+    return sorted(
+        entry for entry in found if entry == name or (entry.startswith(private) and entry.endswith(".partial"))
+    )
+
+
 def stored(folder: str | os.PathLike[str], param: str, state: str) -> torch.Tensor:
     value = torch.load(os.path.join(folder, "zero", param, f"{state}.pt"), weights_only=False)
     return value["param"] if isinstance(value, dict) else value
@@ -118,6 +128,7 @@ __all__ = [
     "convert",
     "execute_plan",
     "is_flat",
+    "leftovers",
     "listing",
     "same",
     "scalar",

@@ -164,6 +164,16 @@ class World:
     info: dict[str, Any] = field(default_factory=dict)
     with_info: bool = True
     layer_files: bool = False
+    data_before_expert: bool = False
+
+    @property
+    def ds_config(self) -> dict[str, Any]:
+        config: dict[str, Any] = {"train_batch_size": 8}
+        return {**config, "use_data_before_expert_parallelism": True} if self.data_before_expert else config
+
+    def expert_place(self, dp: int, ep_size: int) -> tuple[int, int]:
+        """Which expert-parallel rank a data-parallel rank is, and its place among that rank's holders."""
+        return divmod(dp, self.dp // ep_size) if self.data_before_expert else (dp % ep_size, dp // ep_size)
 
 
 @dataclass
@@ -331,7 +341,7 @@ def _model_files(made: Made, params: Sequence[Param], experts: Sequence[ExpertLa
                 "global_steps": 7,
                 "dp_world_size": world.dp,
                 "mp_world_size": world.pp * world.tp,
-                "ds_config": {"train_batch_size": 8},
+                "ds_config": world.ds_config,
                 "ds_version": "0.19.8",
             }
             if world.record_degrees and world.stage < 3:
@@ -409,7 +419,7 @@ def _optim_files(
             for layer in layers:
                 ep = len(layer.placement)
                 folded = world.tp > 1
-                ep_rank, part = (tp, dp) if folded else (dp % ep, dp // ep)
+                ep_rank, part = (tp, dp) if folded else world.expert_place(dp, ep)
                 count = world.dp if folded else world.dp // ep
                 for weight in layer.weights:
                     name = f"{layer.prefix}.{weight}"
@@ -426,7 +436,7 @@ def _optim_files(
                 mapping = OrderedDict()
                 padding = 0
             else:
-                flat, mapping, padding = _flat_partition(world, names, source, count, part)
+                flat, mapping, padding = flat_partition(world, names, source, count, part)
             masters.append(flat.pop(FP32) if FP32 in flat else torch.empty(0))
             scalars = {} if world.step is None else {"step": copy.deepcopy(world.step)}
             scalars.update(copy.deepcopy(world.scalars))
@@ -457,7 +467,7 @@ def _optim_files(
             }
         root: dict[str, Any] = {
             "optimizer_state_dict": optimizer,
-            "ds_config": {"train_batch_size": 8},
+            "ds_config": world.ds_config,
             "ds_version": "0.19.8",
         }
         if experts and world.tp > 1:
@@ -494,7 +504,7 @@ def _folding(world: World, tp: int, dp: int, params: Sequence[Param], experts: S
     }
 
 
-def _flat_partition(
+def flat_partition(
     world: World, names: Sequence[str], source: Mapping[str, Mapping[str, torch.Tensor]], count: int, rank: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, FragmentAddress], int]:
     """One rank's part of a ZeRO-1/2 group: aligned parameters, padded at the end to equal parts."""
