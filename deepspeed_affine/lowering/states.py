@@ -107,7 +107,14 @@ class StateTable:
         self._entry(at, group).scalars.setdefault(state, []).append(StoredScalar(at.shard, at.rank, value, file))
 
     def _entry(self, at: Place, group: int) -> ParamStates:
-        return self.params.setdefault(at.name, ParamStates(group=group))
+        entry = self.params.setdefault(at.name, ParamStates(group=group))
+        if entry.group != group:
+            raise CheckpointFormatError(
+                f"parameter {at.name!r}: is in parameter group {entry.group} and in group {group}; one is expected in "
+                "every file. The files come from different saves: take all of them from one.",
+                param=at.name,
+            )
+        return entry
 
 
 def read_zero12(

@@ -23,7 +23,9 @@ _MAX32 = 0xFFFFFFFF
 _MAX16 = 0xFFFF
 _LONGEST_COMMENT = 0xFFFF
 _LONGEST_DESCRIPTOR = 24
-_ENCRYPTED = 0x1
+_ENCRYPTED = 0x1 | 0x20 | 0x40
+"""Encrypted, a patch, strongly encrypted: what is stored is not what was saved."""
+_FOLDER = 0x10
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +209,7 @@ def _parse_entry(raw: bytes, position: int, path: str) -> tuple[ZipRecord, int]:
         raise _damaged(path, f"its directory has no entry at byte {position}")
     flags, method, crc = fields[5], fields[6], fields[9]
     compressed, size, name_length, extra_length, comment_length = fields[10:15]
-    header_offset = fields[18]
+    volume, attributes, header_offset = fields[15], fields[17], fields[18]
     start = position + _CENTRAL.size
     stop = start + name_length + extra_length + comment_length
     if stop > len(raw):
@@ -222,6 +224,9 @@ def _parse_entry(raw: bytes, position: int, path: str) -> tuple[ZipRecord, int]:
             f"{path}: record {name!r} is encrypted; expected plain records as torch.save writes them. Decrypt it.",
             file=path,
         )
+    if volume or attributes & _FOLDER:
+        # torch would not find such a record in a copied file.
+        raise _damaged(path, f"record {name!r} is said to be of volume {volume}, with attributes {attributes:#x}")
     if method == 0 and compressed != size:
         raise _damaged(path, f"record {name!r} has {compressed} bytes and should have {size}")
     return ZipRecord(name, raw_name, header_offset, compressed, crc, method), stop

@@ -363,3 +363,17 @@ def test_a_64_bit_end_of_several_volumes_is_refused(tmp_path, at):
     path.write_bytes(data)
     with pytest.raises(CheckpointFormatError, match="volumes"):
         load_pickle(path)
+
+
+@pytest.mark.parametrize(("at", "bit"), [(34, 1), (34, 0x80), (35, 1), (38, 0x10)])
+def test_a_record_that_torch_would_not_find_is_refused(tmp_path, at, bit):
+    path = tmp_path / "x.pt"
+    data = bytearray(saved_with_tensor(path))
+    entry = data.index(b"PK\x01\x02")
+    while entry >= 0:
+        changed = bytearray(data)
+        changed[entry + at] ^= bit
+        path.write_bytes(changed)
+        with pytest.raises(CheckpointFormatError, match="of volume"):
+            load_pickle(path)
+        entry = data.find(b"PK\x01\x02", entry + 4)
