@@ -9,7 +9,7 @@ from contextlib import suppress
 
 __all__ = [
     "fsync_folder",
-    "fsync_tree",
+    "fsync_folders",
     "is_no_space",
     "replace_file",
     "replace_text",
@@ -50,11 +50,9 @@ def sync_file(path: str) -> None:
         os.close(fd)
 
 
-def fsync_tree(path: str, *, files: bool = True) -> None:
-    """After this every folder under ``path``, ``path`` itself and (unless told otherwise) every file is on the disk."""
-    for folder, _, names in os.walk(path, topdown=False):
-        for name in names if files else ():
-            sync_file(os.path.join(folder, name))
+def fsync_folders(path: str) -> None:
+    """After this the entries of every folder under ``path``, and its own, are on the disk; files are not synced."""
+    for folder, _, _ in os.walk(path, topdown=False):
         fsync_folder(folder)
 
 

@@ -10,20 +10,12 @@ from types import TracebackType
 from typing import Any
 
 from deepspeed_affine.errors import AffineError, CheckpointFormatError, PolicyError
-from deepspeed_affine.storage.durable import (
-    fsync_folder,
-    fsync_tree,
-    is_no_space,
-    replace_file,
-    replace_text,
-    sync_file,
-)
+from deepspeed_affine.storage.durable import fsync_folders, is_no_space, replace_file, sync_file
 from deepspeed_affine.storage.journal import Finished, Journal, read_journal
 from deepspeed_affine.storage.manifest import MANIFEST_NAME, Manifest, identity_differences
 from deepspeed_affine.storage.private import FileLock, PrivateFolder, private_path
 from deepspeed_affine.storage.publication import finish_publication, point_at, publish
 from deepspeed_affine.storage.resume import await_job, resumable
-from deepspeed_affine.storage.staged import StagedFolder
 from deepspeed_affine.storage.targets import (
     OutputState,
     counted,
@@ -41,19 +33,13 @@ __all__ = [
     "Kept",
     "OutputFolder",
     "OutputState",
-    "StagedFolder",
     "examine",
-    "fsync_folder",
-    "fsync_tree",
-    "is_no_space",
     "point_at",
     "recover",
     "refuse_existing",
-    "replace_text",
     "require_replaceable",
     "require_space",
     "require_target",
-    "sync_file",
 ]
 
 
@@ -304,7 +290,7 @@ class OutputFolder:
             # The run that wrote them may have been told not to wait for the disk.
             for path in self._resumed:
                 sync_file(self.path_of(path))
-            fsync_tree(self.files_path, files=False)
+            fsync_folders(self.files_path)
         remarks = publish(self._private, self.target, overwrite=self._overwrite, durable=durable, protect=self._protect)
         self._open = False
         self.journal.close()
