@@ -180,6 +180,10 @@ class Place:
         return Place(self.system, start + relative, join(self.url, relative))
 
     @property
+    def name(self) -> str:
+        return self.path.rstrip("/").rpartition("/")[2]
+
+    @property
     def protocols(self) -> frozenset[str]:
         found = self.system.protocol
         return frozenset((found,) if isinstance(found, str) else found)
@@ -242,20 +246,38 @@ class Place:
 
     def walk(self) -> dict[str, Entry]:
         """Every object below this folder by its path relative to it; empty where there is none."""
+
+        def ask() -> Mapping[str, Mapping[str, Any]]:
+            self.system.invalidate_cache()
+            found: Mapping[str, Mapping[str, Any]] = self.system.find(self.path, detail=True)
+            return found
+
+        try:
+            raw = self.attempt(ask)
+        except FileNotFoundError:
+            return {}
+        own = self.path.strip("/")
         found: dict[str, Entry] = {}
-        pending = [("", self)]
-        while pending:
-            start, folder = pending.pop()
-            try:
-                inside = folder.entries()
-            except FileNotFoundError:
-                continue
-            for entry in inside:
-                if entry.is_folder:
-                    pending.append((f"{start}{entry.name}/", folder.below(entry.name)))
-                elif entry.size is not None:
-                    found[start + entry.name] = entry
+        for name, said in raw.items():
+            inside = name.strip("/")
+            if inside == own and not name.endswith("/"):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            entry = _entry(said)
+            # Names with a slash at their end are markers of folders.
+            if entry.size is not None and not name.endswith("/") and inside.startswith(f"{own}/" if own else ""):
+                found[inside[len(own) :].lstrip("/")] = entry
         return found
+
+    def remove_empty_folders(self) -> None:
+        """Where folders are more than parts of names, this one and those in it are gone as far as they are empty."""
+        if self.streams:
+            return
+        with suppress(OSError):
+            for entry in self.entries():
+                if entry.is_folder:
+                    self.below(entry.name).remove_empty_folders()
+            if not self.entries():
+                self.once(lambda: self.system.rmdir(self.path))
 
     def read(self, start: int, stop: int) -> bytes:
         """Bytes [start, stop); CheckpointFormatError where the object ends before."""
@@ -308,18 +330,27 @@ class Place:
             if parent.strip("/"):
                 self.attempt(lambda: self.system.makedirs(parent, exist_ok=True))
 
-    def move_to(self, target: Place) -> None:
-        """The object has the other name: by renaming where there is such a thing, else copied first, then deleted."""
+    @property
+    def renames(self) -> bool:
+        """Whether a name can be changed without copying."""
         from fsspec.spec import AbstractFileSystem
 
-        target.make_parent()
-        system = self.system
-        # Not AbstractFileSystem's own: it takes brackets and stars in names for patterns.
-        if not self.streams and type(system).mv is not AbstractFileSystem.mv:
-            self.attempt(lambda: system.mv(self.path, target.path))
+        # Not AbstractFileSystem's own: it copies, and takes brackets and stars in names for patterns.
+        return not self.streams and type(self.system).mv is not AbstractFileSystem.mv
+
+    def move_to(self, target: Place) -> None:
+        """The object has the other name: by renaming where there is such a thing, else copied first, then deleted."""
+        if self.renames:
+            target.make_parent()
+            self.attempt(lambda: self.system.mv(self.path, target.path))
         else:
-            self.attempt(lambda: system.cp_file(self.path, target.path))
+            self.copy_to(target)
             self.delete()
+
+    def copy_to(self, target: Place) -> None:
+        """The object is there too; its bytes stay with the store where it can copy by itself."""
+        target.make_parent()
+        self.attempt(lambda: self.system.cp_file(self.path, target.path))
 
     def delete(self) -> None:
         """The object is gone, as it may have been before."""

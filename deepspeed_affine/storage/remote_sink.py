@@ -12,6 +12,7 @@ import errno
 import hashlib
 import secrets
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -37,19 +38,27 @@ class Uploaded:
 
 
 class RemoteSink:
-    """Objects below one place. ``uploaded`` has every finished one by its path, ``begun`` every one ever created."""
+    """Objects below one place. ``uploaded`` has every finished one by its path; ``begin`` is called before each is
+    begun."""
 
     sequential = True
 
-    def __init__(self, folder: Place, private: Place, *, part_bytes: int = PART_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Place,
+        private: Place,
+        *,
+        begin: Callable[[str], None] = lambda path: None,
+        part_bytes: int = PART_BYTES,
+    ) -> None:
         self.folder = folder
         self.uploaded: dict[str, Uploaded] = {}
-        self.begun: set[str] = set()
+        self._begin = begin
         self._private = private
         self._part_bytes = part_bytes
 
     def create(self, path: str, size: int) -> Upload:
-        self.begun.add(path)
+        self._begin(path)
         private = self._private.below(f"{secrets.token_hex(8)}.part")
         return Upload(self, path, self.folder.below(path), private, size, self._part_bytes)
 

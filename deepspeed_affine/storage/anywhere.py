@@ -1,0 +1,124 @@
+"""Outputs at local paths and at URLs alike; what is for URLs alone is imported when there is one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from deepspeed_affine.storage import output as local
+from deepspeed_affine.storage.output import OutputFolder, OutputState
+from deepspeed_affine.storage.sink import LocalSink, Sink
+from deepspeed_affine.storage.urls import absolute, is_url
+
+if TYPE_CHECKING:
+    from deepspeed_affine.storage.remote_output import RemoteOutput
+
+    Output = OutputFolder | RemoteOutput
+
+__all__ = [
+    "examine",
+    "is_within",
+    "join_output",
+    "open_output",
+    "point_at",
+    "recover",
+    "require_space",
+    "sink_of",
+    "vouched",
+]
+
+
+def open_output(
+    target: str,
+    identity: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
+    resume: bool = True,
+    keep: bool = False,
+    protect: Iterable[str] = (),
+) -> Output:
+    """See ``OutputFolder.open``."""
+    if not is_url(target):
+        inside = [found for found in map(_local, protect) if found]
+        return OutputFolder.open(target, identity, overwrite=overwrite, resume=resume, keep=keep, protect=inside)
+    from deepspeed_affine.storage.remote_output import RemoteOutput
+
+    return RemoteOutput.open(target, identity, overwrite=overwrite, resume=resume, keep=keep, protect=protect)
+
+
+def join_output(target: str, index: int, identity: Mapping[str, Any], *, job: str, patience: float = 60.0) -> Output:
+    """See ``OutputFolder.join``."""
+    if not is_url(target):
+        return OutputFolder.join(target, index, identity, job=job, patience=patience)
+    from deepspeed_affine.storage.remote_output import RemoteOutput
+
+    return RemoteOutput.join(target, index, identity, job=job, patience=patience)
+
+
+def sink_of(output: Output, paths: Iterable[str], *, durable: bool = True) -> Sink:
+    """Where the output's files are written; ``paths`` are all that this process will write."""
+    if isinstance(output, OutputFolder):
+        return LocalSink(output.files_path, durable=durable)
+    output.journal.expect(paths)
+    return output.sink
+
+
+def vouched(output: Output) -> Collection[str]:
+    """Those of ``output.finished`` that need not be read again to be trusted."""
+    return () if isinstance(output, OutputFolder) else output.vouched
+
+
+def examine(target: str, identity: Mapping[str, Any]) -> OutputState:
+    """What is at ``target``, by its manifest and the names and sizes of its files; their bytes are not read."""
+    if not is_url(target):
+        return local.examine(target, identity)
+    from deepspeed_affine.storage.remote_target import examine
+
+    return examine(target, identity)
+
+
+def recover(target: str) -> str:
+    """No publication of the output at ``target`` is half-way any more; says what was found, empty for nothing."""
+    if not is_url(target):
+        return local.recover(target)
+    from deepspeed_affine.storage.remote_publication import recover
+
+    return recover(target)
+
+
+def point_at(target: str) -> None:
+    """``latest_universal`` beside the output names it, which is where DeepSpeed's loader looks."""
+    if not is_url(target):
+        local.point_at(target)
+        return
+    from deepspeed_affine.storage.remote_target import point_at
+
+    point_at(target)
+
+
+def require_space(folder: str, needed_bytes: int, *, files: int = 0) -> None:
+    """There is room for that many bytes and files, as far as the place tells; object stores do not."""
+    if not is_url(folder):
+        local.require_space(folder, needed_bytes, files=files)
+
+
+def is_within(path: str, folder: str) -> bool:
+    """Whether ``path`` is ``folder`` or lies in it, however the two are spelled."""
+    if is_url(folder):
+        from deepspeed_affine.storage.remote import place_of
+        from deepspeed_affine.storage.remote_target import is_inside
+
+        return is_inside(place_of(absolute(folder)), path)
+    inside, real = _local(path), os.path.realpath(folder)
+    return bool(inside) and os.path.commonpath([real, os.path.realpath(inside)]) == real
+
+
+def _local(path: str) -> str:
+    """The local path of what is here, empty for what is elsewhere."""
+    if not is_url(path):
+        return path
+    from deepspeed_affine.storage.remote import place_of
+
+    place = place_of(absolute(path))
+    return place.path if "file" in place.protocols else ""
