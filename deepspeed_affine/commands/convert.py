@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -25,10 +24,9 @@ from deepspeed_affine.ir import ParamAffineMap
 from deepspeed_affine.lowering.policy import IdenticalShards, OnDrift, ScaledStates
 from deepspeed_affine.lowering.stock_rules import StockRules
 from deepspeed_affine.plan.conversion import ConversionPlan
-from deepspeed_affine.storage.files import ByteReader
+from deepspeed_affine.storage.anywhere import Output, open_output, require_space, sink_of, vouched
+from deepspeed_affine.storage.files import ByteReader, absolute
 from deepspeed_affine.storage.manifest import Manifest, ManifestFile, ManifestParameter
-from deepspeed_affine.storage.output import OutputFolder, require_space
-from deepspeed_affine.storage.sink import LocalSink
 
 __all__ = ["add_arguments", "run"]
 
@@ -101,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     for option, given in (("--input_folder", args.input_folder), ("--output_folder", args.output_folder)):
         if not given:
             raise PolicyError(f"{option}: is empty; expected a path. Is a shell variable not set?")
-    source, target = os.path.abspath(args.input_folder), os.path.abspath(args.output_folder)
+    source, target = absolute(args.input_folder), absolute(args.output_folder)
     if source == target:
         raise PolicyError(f"{target}: is both input and output folder; give the output a folder of its own.")
     deepspeed = _deepspeed_version()
@@ -133,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
         if not args.json:
             say(headline(summary))
-        output = OutputFolder.open(
+        output = open_output(
             target,
             identity,
             overwrite=args.overwrite,
@@ -157,7 +155,7 @@ def _convert(
     options: ConversionOptions,
     execution: ExecutionOptions,
     reader: ByteReader,
-    output: OutputFolder,
+    output: Output,
     identity: dict[str, Any],
     summary: Summary,
 ) -> list[str]:
@@ -166,12 +164,14 @@ def _convert(
     plan = settle_drift(plan, drifts, options.on_drift, reader, check=execution.source_crc)
     summary["drift"] = [drift.describe() for drift in drifts]
     summary["averaged"] = averaged(plan)
-    reused = reusable(output.finished, output.files_path, reader, execution)
+    trusted = {path: output.finished[path] for path in vouched(output)}
+    unsure = {path: entry for path, entry in output.finished.items() if path not in trusted}
+    reused = {**trusted, **reusable(unsure, output.files_path, reader, execution)}
     for path in set(output.finished) - set(reused):
         output.forget(path)
     held = sum(entry.nbytes for entry in reused.values())
     require_space(output.files_path, plan.bytes_out - held + BYTES_PER_FILE * len(plan.paths), files=len(plan.paths))
-    sink = LocalSink(output.files_path, durable=execution.fsync)
+    sink = sink_of(output, plan.paths, durable=execution.fsync)
     written = write_files(plan, reader, sink, execution, reused=reused, record=output.journal.record)
     if execution.source_crc:
         _check_sources(plan, written, reader, execution)

@@ -7,10 +7,10 @@ from typing import Any
 
 from deepspeed_affine.errors import IntegrityError
 from deepspeed_affine.execute.convert import ExecutionOptions, reusable
+from deepspeed_affine.storage.anywhere import examine, point_at, recover
 from deepspeed_affine.storage.files import ByteReader
 from deepspeed_affine.storage.journal import Finished
 from deepspeed_affine.storage.manifest import Manifest
-from deepspeed_affine.storage.output import examine, point_at, recover
 
 __all__ = ["is_complete", "refuse_foreign"]
 

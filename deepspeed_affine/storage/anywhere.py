@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any, Protocol
 
 from deepspeed_affine.storage import output as local
-from deepspeed_affine.storage.output import OutputFolder, OutputState
+from deepspeed_affine.storage.journal import Finished
+from deepspeed_affine.storage.manifest import Manifest
+from deepspeed_affine.storage.output import Kept, OutputFolder, OutputState
 from deepspeed_affine.storage.sink import LocalSink, Sink
 from deepspeed_affine.storage.urls import absolute, is_url
 
-if TYPE_CHECKING:
-    from deepspeed_affine.storage.remote_output import RemoteOutput
-
-    Output = OutputFolder | RemoteOutput
-
 __all__ = [
+    "Output",
     "examine",
     "is_within",
     "join_output",
@@ -27,6 +26,44 @@ __all__ = [
     "sink_of",
     "vouched",
 ]
+
+
+class Recorder(Protocol):
+    """The journal of one process of a job."""
+
+    def record(self, entry: Finished) -> None:
+        """After this, or a little later elsewhere, a later run finds ``entry``."""
+
+    def close(self) -> None:
+        """After this a later run finds everything that was recorded."""
+
+
+class Output(Protocol):
+    """What ``OutputFolder`` and ``RemoteOutput`` have in common; the first says what it means."""
+
+    @property
+    def target(self) -> str: ...
+    @property
+    def files_path(self) -> str: ...
+    @property
+    def job(self) -> str: ...
+    @property
+    def finished(self) -> Mapping[str, Finished]: ...
+    @property
+    def journal(self) -> Recorder: ...
+    @property
+    def kept(self) -> Kept | None: ...
+    @property
+    def remarks(self) -> list[str]: ...
+    def __enter__(self) -> Output: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+    def path_of(self, path: str) -> str: ...
+    def forget(self, path: str) -> None: ...
+    def collect(self, writers: int | None = None) -> dict[str, Finished]: ...
+    def publish(self, manifest: Manifest, *, durable: bool = True) -> tuple[str, ...]: ...
+    def close(self, error: BaseException | None = None) -> None: ...
 
 
 def open_output(
@@ -58,15 +95,20 @@ def join_output(target: str, index: int, identity: Mapping[str, Any], *, job: st
 
 def sink_of(output: Output, paths: Iterable[str], *, durable: bool = True) -> Sink:
     """Where the output's files are written; ``paths`` are all that this process will write."""
-    if isinstance(output, OutputFolder):
+    if not is_url(output.target):
         return LocalSink(output.files_path, durable=durable)
+    from deepspeed_affine.storage.remote_output import RemoteOutput
+
+    if not isinstance(output, RemoteOutput):
+        raise TypeError(f"{output.target}: an output at a URL that is a {type(output).__name__}")
     output.journal.expect(paths)
     return output.sink
 
 
 def vouched(output: Output) -> Collection[str]:
     """Those of ``output.finished`` that need not be read again to be trusted."""
-    return () if isinstance(output, OutputFolder) else output.vouched
+    found: Collection[str] = getattr(output, "vouched", ())
+    return found
 
 
 def examine(target: str, identity: Mapping[str, Any]) -> OutputState:
