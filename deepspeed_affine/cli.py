@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 
 from deepspeed_affine._version import __version__
-from deepspeed_affine.errors import AffineError
+from deepspeed_affine.commands.guarded import COULD_NOT, guarded
 
 __all__ = ["ds_affine", "ds_to_universal"]
-
-DONE, DIFFERENT, COULD_NOT = 0, 1, 2
 
 VERBS = {
     "demo": "train a tiny model, convert its checkpoint and show that DeepSpeed's converter agrees",
@@ -49,7 +45,7 @@ def ds_to_universal(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if not args.affine:
         parser.error("nothing to do: give --affine and the folders, or DeepSpeed's own options")
-    return _guarded("ds_to_universal", convert.run, args)
+    return guarded("ds_to_universal", convert.run, args)
 
 
 def ds_affine(argv: Sequence[str] | None = None) -> int:
@@ -66,40 +62,4 @@ def ds_affine(argv: Sequence[str] | None = None) -> int:
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
         sub.set_defaults(run=module.run)
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
-    return _guarded("ds_affine", args.run, args)
-
-
-def _guarded(program: str, run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """What ``run`` returns; an error becomes a line per fault, an object under ``--json``, and exit code 2."""
-    caught: BaseException
-    try:
-        return run(args)
-    except AffineError as error:
-        caught = error
-        faults = [fault.to_dict() for fault in error.faults]
-        lines = error.message.splitlines()
-    except OSError as error:
-        caught = error
-        lines = [_os_error(error)]
-        faults = [{"kind": "OSError", "message": lines[0], "file": error.filename}]
-    except KeyboardInterrupt as error:
-        caught = error
-        lines = ["interrupted; nothing was published"]
-        faults = [{"kind": "KeyboardInterrupt", "message": lines[0]}]
-    except Exception as error:  # Whatever else it is, it is a fault of this package and not of the user.
-        caught = error
-        lines = [f"internal error, {type(error).__name__}: {error}. Please report it with the output of --debug."]
-        faults = [{"kind": type(error).__name__, "message": lines[0]}]
-    if args.debug:
-        traceback.print_exception(caught)
-    if getattr(args, "json", False):
-        print(json.dumps({"errors": faults}, indent=2))
-    for line in lines:
-        text = f"{program}: error: {line}"
-        print(text.encode("utf-8", "backslashreplace").decode("utf-8"), file=sys.stderr)
-    return COULD_NOT
-
-
-def _os_error(error: OSError) -> str:
-    where = f"{error.filename}: " if error.filename else ""
-    return f"{where}{error.strerror or error}; the operating system refused, nothing was published"
+    return guarded("ds_affine", args.run, args)

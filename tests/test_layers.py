@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "commands": {"errors", "ir", "lowering", "plan", "storage", "execute", "hooks", "parity"},
     "parity": {"errors", "ir", "lowering", "storage", "commands", "hooks"},
     "cli": {"_version", "errors", "commands", "hooks"},
+    "__main__": {"cli"},
 }
 INSIDE_FUNCTIONS_ONLY = {
     ("commands", "hooks"),

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from deepspeed_affine.commands.conversion import ConversionOptions, build_plan
 from deepspeed_affine.commands.existing import is_complete, refuse_foreign
 from deepspeed_affine.commands.identity import conversion_identity
-from deepspeed_affine.commands.interrupts import interruptible
+from deepspeed_affine.commands.job import RANK_TIMEOUT, agree, in_job, job_of, plan_digest, seconds, shared_output
 from deepspeed_affine.commands.policies import averaged, settle_drift, settle_identical
 from deepspeed_affine.commands.summary import Summary, headline, print_complete, print_summary, summarise
 from deepspeed_affine.commands.text import say
-from deepspeed_affine.errors import PolicyError
+from deepspeed_affine.errors import CheckpointFormatError, PolicyError
 from deepspeed_affine.execute.checkpoint import read_checkpoint
-from deepspeed_affine.execute.claims import SourceSums
-from deepspeed_affine.execute.convert import ExecutionOptions, Written, close_gaps, reusable, write_files
-from deepspeed_affine.execute.gather import PieceReader
-from deepspeed_affine.execute.prove import find_drift
+from deepspeed_affine.execute.convert import ExecutionOptions, Written, write_files
+from deepspeed_affine.execute.distributed import Group
+from deepspeed_affine.execute.shared import CheckedReader, all_drift, all_reusable, check_all_sources
 from deepspeed_affine.ir import ParamAffineMap
 from deepspeed_affine.lowering.policy import IdenticalShards, OnDrift, ScaledStates
 from deepspeed_affine.lowering.stock_rules import StockRules
 from deepspeed_affine.plan.conversion import ConversionPlan
-from deepspeed_affine.storage.anywhere import Output, open_output, require_space, sink_of, vouched
+from deepspeed_affine.plan.sharing import share_files
+from deepspeed_affine.storage.anywhere import Output, require_space, sink_of, vouched
+from deepspeed_affine.storage.checkpoint_file import load_checkpoint_file
 from deepspeed_affine.storage.files import ByteReader, absolute
+from deepspeed_affine.storage.journal import Finished
 from deepspeed_affine.storage.manifest import Manifest, ManifestFile, ManifestParameter
+from deepspeed_affine.storage.pt_reader import Loaded
 
 __all__ = ["add_arguments", "run"]
 
@@ -90,12 +95,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     ours.add_argument("--no-source-crc", action="store_true", help="do not check source storages against their CRC")
     ours.add_argument("--no-fsync", action="store_true", help="do not wait until the output is on the disk")
+    ours.add_argument(
+        "--rank-timeout",
+        type=seconds,
+        default=os.environ.get(RANK_TIMEOUT, "60"),
+        metavar="SECONDS",
+        help="started by torchrun, how long another process may give no sign of life before it counts as lost "
+        f"(default: {RANK_TIMEOUT} in the environment, else 60)",
+    )
     ours.add_argument("--json", action="store_true", help="print the plan or the result as JSON")
     ours.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert, or with ``--dry-run`` print the plan; returns the exit code."""
+    """Convert, or with ``--dry-run`` print the plan; returns the exit code.
+
+    Started by ``torchrun`` or alike, the processes of the job share the work; each calls this.
+    """
+    return in_job("ds_to_universal", args, _run)
+
+
+def _run(args: argparse.Namespace, group: Group) -> int:
     for option, given in (("--input_folder", args.input_folder), ("--output_folder", args.output_folder)):
         if not given:
             raise PolicyError(f"{option}: is empty; expected a path. Is a shell variable not set?")
@@ -110,43 +130,42 @@ def run(args: argparse.Namespace) -> int:
         on_drift=OnDrift(args.on_drift),
         scaled_states=ScaledStates(args.scaled_states),
     )
+    speaks = group.rank == 0
     execution = ExecutionOptions(
         workers=args.workers or max(args.num_extract_workers, args.num_merge_workers),
         source_crc=not args.no_source_crc,
         fsync=not args.no_fsync,
-        progress=sys.stderr.isatty() and not args.json,
+        progress=speaks and sys.stderr.isatty() and not args.json,
     )
-    refuse_foreign(target, overwrite=args.overwrite)
-    checkpoint = read_checkpoint(source)
+    group.first(lambda: refuse_foreign(target, overwrite=args.overwrite))
+
+    def load(path: str) -> Loaded:
+        group.check()
+        return load_checkpoint_file(path)
+
+    checkpoint = read_checkpoint(source, load)
     identity = conversion_identity(checkpoint.folder, _changing_options(args), deepspeed=deepspeed)
-    with ByteReader() as reader, interruptible():
-        if not args.dry_run and is_complete(target, identity, reader, execution, overwrite=args.overwrite):
-            print_complete(target, as_json=args.json)
+    agree(group, job_of(args, identity))
+    with CheckedReader(group.check) as reader:
+        if not args.dry_run and is_complete(target, identity, reader, execution, group, overwrite=args.overwrite):
+            if speaks:
+                print_complete(target, as_json=args.json)
             return 0
         plan, suspects = build_plan(checkpoint, options)
-        plan = settle_identical(checkpoint, options, plan, suspects, IdenticalShards(args.identical_shards), reader)
-        summary = summarise(checkpoint, plan, execution, target)
+        agree(group, {"plan": plan_digest(plan) if group.size > 1 else ""})
+        policy = IdenticalShards(args.identical_shards)
+        plan = settle_identical(checkpoint, options, plan, suspects, policy, reader, group)
+        summary = summarise(checkpoint, plan, execution, target, group)
         if args.dry_run:
-            print_summary(summary, as_json=args.json)
+            if speaks:
+                print_summary(summary, as_json=args.json)
             return 0
-        if not args.json:
+        if speaks and not args.json:
             say(headline(summary))
-        output = open_output(
-            target,
-            identity,
-            overwrite=args.overwrite,
-            resume=not args.no_resume,
-            keep=args.keep_temp_folder,
-            protect=(source,),
-        )
-        try:
-            with output:
-                remarks = _convert(plan, options, execution, reader, output, identity, summary)
-        except BaseException:
-            if output.kept is not None:
-                print(output.kept, file=sys.stderr)
-            raise
-    print_summary(summary, as_json=args.json, remarks=remarks)
+        with shared_output(args, source, target, identity, group) as output:
+            remarks = _convert(plan, options, execution, reader, output, identity, summary, group)
+    if speaks:
+        print_summary(summary, as_json=args.json, remarks=remarks)
     return 0
 
 
@@ -158,37 +177,68 @@ def _convert(
     output: Output,
     identity: dict[str, Any],
     summary: Summary,
+    group: Group,
 ) -> list[str]:
     """The output is published; ``summary`` says what was done. Returns remarks for the user."""
-    drifts = find_drift(plan, PieceReader(plan.storages, reader), execution.workers)
-    plan = settle_drift(plan, drifts, options.on_drift, reader, check=execution.source_crc)
+    drifts = all_drift(plan, reader, execution.workers, group)
+    plan = settle_drift(plan, drifts, options.on_drift, reader, group, check=execution.source_crc)
     summary["drift"] = [drift.describe() for drift in drifts]
     summary["averaged"] = averaged(plan)
-    trusted = {path: output.finished[path] for path in vouched(output)}
-    unsure = {path: entry for path, entry in output.finished.items() if path not in trusted}
-    reused = {**trusted, **reusable(unsure, output.files_path, reader, execution)}
-    for path in set(output.finished) - set(reused):
-        output.forget(path)
-    held = sum(entry.nbytes for entry in reused.values())
-    require_space(output.files_path, plan.bytes_out - held + BYTES_PER_FILE * len(plan.paths), files=len(plan.paths))
-    sink = sink_of(output, plan.paths, durable=execution.fsync)
-    written = write_files(plan, reader, sink, execution, reused=reused, record=output.journal.record)
+    reused = _reused(plan, output, reader, execution, group)
+    mine = share_files(plan, group.size, reused)[group.rank]
+    sink = sink_of(output, mine, durable=execution.fsync)
+    written = write_files(plan, reader, sink, execution, reused=reused, record=output.journal.record, wanted=mine)
+    files = _all_written(plan, written, output, group)
     if execution.source_crc:
-        _check_sources(plan, written, reader, execution)
-    remarks = output.publish(_manifest(plan, written, identity), durable=execution.fsync)
-    summary.update(bytes_written=written.bytes_written, reused_files=len(reused), reused_bytes=held)
+        check_all_sources(plan, files, reader, execution, group)
+    summary.update(
+        bytes_written=sum(group.gather(written.bytes_written)),
+        reused_files=len(reused),
+        reused_bytes=sum(entry.nbytes for entry in reused.values()),
+    )
+    remarks = group.last(lambda: output.publish(_manifest(plan, files, identity), durable=execution.fsync))
     return [*output.remarks, *remarks]
 
 
-def _check_sources(plan: ConversionPlan, written: Written, reader: ByteReader, execution: ExecutionOptions) -> None:
-    sums = SourceSums(plan.checked_storages)
-    for entry in written.files.values():
-        sums.add(entry.reads)
-    sums.add(close_gaps(sums.gaps(), reader, execution))
-    sums.check()
+def _reused(
+    plan: ConversionPlan, output: Output, reader: ByteReader, execution: ExecutionOptions, group: Group
+) -> dict[str, Finished]:
+    """What an interrupted run has finished and is whole; there is nothing else in the output, and room for the rest."""
+    trusted = {path: output.finished[path] for path in vouched(output)}
+    unsure = {path: entry for path, entry in output.finished.items() if path not in trusted}
+    reused = {**trusted, **all_reusable(unsure, output.files_path, reader, execution, group)}
+
+    def make_room() -> None:
+        for path in set(output.finished) - set(reused):
+            output.forget(path)
+        held = sum(entry.nbytes for entry in reused.values())
+        needed = plan.bytes_out - held + BYTES_PER_FILE * len(plan.paths)
+        require_space(output.files_path, needed, files=len(plan.paths))
+
+    group.first(make_room)
+    return reused
 
 
-def _manifest(plan: ConversionPlan, written: Written, identity: dict[str, Any]) -> Manifest:
+def _all_written(plan: ConversionPlan, written: Written, output: Output, group: Group) -> dict[str, Finished]:
+    """Every file of the output, as its writer has recorded it; in the first process, the others get none."""
+    if group.size == 1:
+        return written.files
+    if group.rank:
+        # What it has recorded is seen on other machines when its journal is closed.
+        output.close()
+    group.gather(None)
+    found = {} if group.rank else output.collect(group.size)
+    absent = [path for path in plan.paths if path not in found]
+    if absent and group.rank == 0:
+        raise CheckpointFormatError(
+            f"{output.path_of(absent[0])}: no journal of the job names it, nor {len(absent) - 1} others; expected all "
+            "files of the plan. Check that all machines share this file system, then run the same command again.",
+            file=output.files_path,
+        )
+    return {path: found[path] for path in plan.paths if path in found}
+
+
+def _manifest(plan: ConversionPlan, written: Mapping[str, Finished], identity: dict[str, Any]) -> Manifest:
     ids: dict[ParamAffineMap, str] = {}
     parameters: dict[str, ManifestParameter] = {}
     for task in plan.tensors:
@@ -199,8 +249,7 @@ def _manifest(plan: ConversionPlan, written: Written, identity: dict[str, Any]) 
     holds: dict[str, tuple[str | None, str | None]] = {task.path: (task.param, task.state) for task in plan.tensors}
     holds.update((file.path, (file.param, file.state)) for file in plan.objects if file.param in parameters)
     files = {
-        path: ManifestFile(entry.nbytes, entry.crc32, *holds.get(path, (None, None)))
-        for path, entry in written.files.items()
+        path: ManifestFile(entry.nbytes, entry.crc32, *holds.get(path, (None, None))) for path, entry in written.items()
     }
     return Manifest(identity, files, parameters)
 

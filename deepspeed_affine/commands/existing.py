@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed_affine.errors import IntegrityError
-from deepspeed_affine.execute.convert import ExecutionOptions, reusable
+from deepspeed_affine.errors import Faults, IntegrityError
+from deepspeed_affine.execute.convert import ExecutionOptions
+from deepspeed_affine.execute.distributed import Group
+from deepspeed_affine.execute.shared import all_reusable
 from deepspeed_affine.storage.anywhere import examine, point_at, recover
 from deepspeed_affine.storage.files import ByteReader
 from deepspeed_affine.storage.journal import Finished
@@ -26,7 +28,13 @@ def refuse_foreign(target: str, *, overwrite: bool) -> None:
 
 
 def is_complete(
-    target: str, identity: Mapping[str, Any], reader: ByteReader, execution: ExecutionOptions, *, overwrite: bool
+    target: str,
+    identity: Mapping[str, Any],
+    reader: ByteReader,
+    execution: ExecutionOptions,
+    group: Group,
+    *,
+    overwrite: bool,
 ) -> bool:
     """Whether the output of this very job is at ``target`` already: then every byte of it was checked just now, and
     ``latest_universal`` names it.
@@ -34,26 +42,28 @@ def is_complete(
     Raises PolicyError where another job's output is there and may not be replaced, and IntegrityError naming the files
     that are not as they were written.
     """
-    recover(target)
-    state = examine(target, identity)
-    if state.kind == "complete" and state.manifest is not None:
-        if overwrite:
-            return False
-        _check(target, state.manifest, reader, execution)
-        point_at(target)
-        return True
-    if state.kind == "foreign" and not overwrite:
-        raise state.refusal()
-    return False
-
-
-def _check(target: str, manifest: Manifest, reader: ByteReader, execution: ExecutionOptions) -> None:
-    recorded = {path: Finished(path, file.nbytes, file.crc32) for path, file in manifest.files.items()}
-    damaged = sorted(set(recorded) - set(reusable(recorded, target, reader, execution)))
+    if not group.first(lambda: _is_there(target, identity, overwrite=overwrite)):
+        return False
+    recorded = {path: Finished(path, file.nbytes, file.crc32) for path, file in Manifest.read(target).files.items()}
+    damaged = sorted(set(recorded) - set(all_reusable(recorded, target, reader, execution, group)))
+    faults = Faults()
     if damaged:
         more = f" and {len(damaged) - 1} more files" if len(damaged) > 1 else ""
-        raise IntegrityError(
-            f"{target}: is the output of this command, but {damaged[0]}{more} are not as they were written. Convert "
-            "again with --overwrite.",
-            file=target,
+        faults.add(
+            IntegrityError(
+                f"{target}: is the output of this command, but {damaged[0]}{more} are not as they were written. "
+                "Convert again with --overwrite.",
+                file=target,
+            )
         )
+    group.raise_together(faults)
+    group.last(lambda: point_at(target))
+    return True
+
+
+def _is_there(target: str, identity: Mapping[str, Any], *, overwrite: bool) -> bool:
+    recover(target)
+    state = examine(target, identity)
+    if state.kind == "foreign" and not overwrite:
+        raise state.refusal()
+    return state.kind == "complete" and state.manifest is not None and not overwrite

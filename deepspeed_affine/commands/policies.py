@@ -8,9 +8,10 @@ from dataclasses import replace
 from deepspeed_affine.commands.conversion import ConversionOptions, Suspect, build_plan
 from deepspeed_affine.errors import Faults, IntegrityError
 from deepspeed_affine.execute.checkpoint import Checkpoint
-from deepspeed_affine.execute.claims import check_storages
+from deepspeed_affine.execute.distributed import Group
 from deepspeed_affine.execute.gather import PieceReader
 from deepspeed_affine.execute.prove import Drift, drifted_storages, shards_identical
+from deepspeed_affine.execute.shared import check_all_storages, share
 from deepspeed_affine.lowering.policy import IdenticalShards, OnDrift
 from deepspeed_affine.plan.conversion import ConversionPlan
 from deepspeed_affine.storage.files import ByteReader
@@ -25,6 +26,7 @@ def settle_identical(
     suspects: tuple[Suspect, ...],
     policy: IdenticalShards,
     reader: ByteReader,
+    group: Group,
 ) -> ConversionPlan:
     """The plan with every parameter whose shards are byte-identical, in every state, treated as ``policy`` says.
 
@@ -33,9 +35,14 @@ def settle_identical(
     if policy is IdenticalShards.SPLIT:
         return plan
     pieces = PieceReader(plan.storages, reader)
-    names = [
-        suspect.param for suspect in suspects if all(shards_identical(shards, pieces) for shards in suspect.states)
+    mine = set(share({suspect.param: _stored_bytes(suspect, plan) for suspect in suspects}, group))
+    found = [
+        suspect.param
+        for suspect in suspects
+        if suspect.param in mine and all(shards_identical(shards, pieces) for shards in suspect.states)
     ]
+    identical = {name for part in group.gather(found) for name in part}
+    names = [suspect.param for suspect in suspects if suspect.param in identical]
     if names and policy is IdenticalShards.REPLICATED:
         return build_plan(checkpoint, replace(options, replicated=frozenset(names)))[0]
     faults = Faults()
@@ -49,12 +56,22 @@ def settle_identical(
                 param=name,
             )
         )
-    faults.raise_if_any()
+    group.raise_together(faults)
     return plan
 
 
+def _stored_bytes(suspect: Suspect, plan: ConversionPlan) -> int:
+    total = 0
+    for shards in suspect.states:
+        for shard in shards:
+            for piece in shard.pieces:
+                (index,) = piece.locations
+                total += piece.numel * plan.storages[index].itemsize
+    return total
+
+
 def settle_drift(
-    plan: ConversionPlan, drifts: Sequence[Drift], policy: OnDrift, reader: ByteReader, *, check: bool
+    plan: ConversionPlan, drifts: Sequence[Drift], policy: OnDrift, reader: ByteReader, group: Group, *, check: bool
 ) -> ConversionPlan:
     """The plan with drifted copies treated as ``policy`` says; raises IntegrityError naming each where it refuses.
 
@@ -62,7 +79,7 @@ def settle_drift(
     like drift, and must not be averaged away.
     """
     if drifts and check:
-        check_storages(drifted_storages(plan, drifts), reader)
+        check_all_storages(drifted_storages(plan, drifts), reader, group)
     if policy is OnDrift.ERROR:
         faults = Faults()
         for drift in drifts:
@@ -73,7 +90,7 @@ def settle_drift(
                     param=drift.param,
                 )
             )
-        faults.raise_if_any()
+        group.raise_together(faults)
     if policy is not OnDrift.AVERAGE:
         return plan
     # Where replicas agree the value itself is kept: a sum may round what an average of equals would not.

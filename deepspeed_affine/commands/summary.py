@@ -11,6 +11,7 @@ from deepspeed_affine.commands.text import counted, listed, say, size
 from deepspeed_affine.execute.bounds import memory_bound
 from deepspeed_affine.execute.checkpoint import Checkpoint
 from deepspeed_affine.execute.convert import ExecutionOptions
+from deepspeed_affine.execute.distributed import Group
 from deepspeed_affine.plan.conversion import ConversionPlan
 
 __all__ = ["headline", "print_complete", "print_summary", "summarise"]
@@ -18,7 +19,9 @@ __all__ = ["headline", "print_complete", "print_summary", "summarise"]
 Summary = dict[str, Any]
 
 
-def summarise(checkpoint: Checkpoint, plan: ConversionPlan, execution: ExecutionOptions, target: str) -> Summary:
+def summarise(
+    checkpoint: Checkpoint, plan: ConversionPlan, execution: ExecutionOptions, target: str, group: Group
+) -> Summary:
     """What the plan does, as plain data; what is done is added to it by and by."""
     return {
         "input_folder": checkpoint.folder.path,
@@ -30,6 +33,7 @@ def summarise(checkpoint: Checkpoint, plan: ConversionPlan, execution: Execution
         "bytes_in": plan.bytes_in,
         "bytes_out": plan.bytes_out,
         "memory_bound_bytes": memory_bound(plan, execution),
+        "processes": group.size,
         "workers": execution.workers,
         "states": sorted({task.state for task in plan.tensors}),
         "injected": checkpoint.uc_info is None,
@@ -46,11 +50,13 @@ def summarise(checkpoint: Checkpoint, plan: ConversionPlan, execution: Execution
 def headline(summary: Summary) -> str:
     """One line: what is converted, how much of it, and the memory it takes."""
     degrees = ", ".join(f"{axis.upper()} {degree}" for axis, degree in summary["degrees"].items())
+    processes = summary["processes"]
+    each = f" in each of {processes} processes" if processes > 1 else ""
     return (
         f"{summary['input_folder']}: ZeRO-{summary['zero_stage']}, {degrees}; "
         f"{counted(summary['parameters'], 'parameter')}, {counted(summary['files'], 'file')}, "
         f"{size(summary['bytes_in'])} in, {size(summary['bytes_out'])} out, "
-        f"at most {size(summary['memory_bound_bytes'])} of memory"
+        f"at most {size(summary['memory_bound_bytes'])} of memory{each}"
     )
 
 

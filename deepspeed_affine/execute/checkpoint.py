@@ -82,12 +82,13 @@ class Survey:
     faults: tuple[AffineError, ...]
 
 
-def read_checkpoint(path: str) -> Checkpoint:
+def read_checkpoint(path: str, load: Callable[[str], Loaded] | None = None) -> Checkpoint:
     """The checkpoint in ``path``, described from metadata alone: no tensor byte is read, nothing is executed.
 
+    ``load`` reads one file.
     Raises CheckpointFormatError listing every missing rank and every file that contradicts the others.
     """
-    return _read(scan_folder(path), Reading(load_checkpoint_file))
+    return _read(scan_folder(path), Reading(load or load_checkpoint_file))
 
 
 def survey_checkpoint(path: str, load: Callable[[str], Loaded] | None = None) -> Survey:

@@ -1,0 +1,51 @@
+"""How every command ends: with its exit code, or with one line per fault and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable
+
+from deepspeed_affine.errors import AffineError
+
+__all__ = ["COULD_NOT", "guarded"]
+
+COULD_NOT = 2
+
+
+def guarded(program: str, run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """What ``run`` returns; an error becomes a line per fault, an object under ``--json``, and exit code 2."""
+    caught: BaseException
+    try:
+        return run(args)
+    except AffineError as error:
+        caught = error
+        faults = [fault.to_dict() for fault in error.faults]
+        lines = error.message.splitlines()
+    except OSError as error:
+        caught = error
+        lines = [_os_error(error)]
+        faults = [{"kind": "OSError", "message": lines[0], "file": error.filename}]
+    except KeyboardInterrupt as error:
+        caught = error
+        lines = ["interrupted; nothing was published"]
+        faults = [{"kind": "KeyboardInterrupt", "message": lines[0]}]
+    except Exception as error:  # Whatever else it is, it is a fault of this package and not of the user.
+        caught = error
+        lines = [f"internal error, {type(error).__name__}: {error}. Please report it with the output of --debug."]
+        faults = [{"kind": type(error).__name__, "message": lines[0]}]
+    if args.debug:
+        traceback.print_exception(caught)
+    if getattr(args, "json", False):
+        print(json.dumps({"errors": faults}, indent=2))
+    for line in lines:
+        text = f"{program}: error: {line}"
+        print(text.encode("utf-8", "backslashreplace").decode("utf-8"), file=sys.stderr)
+    return COULD_NOT
+
+
+def _os_error(error: OSError) -> str:
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror or error}; the operating system refused, nothing was published"
