@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -96,13 +97,14 @@ class Manifest:
         return sum(file.nbytes for file in self.files.values())
 
     def to_bytes(self) -> bytes:
-        """The file; a function of the content alone."""
+        """The file; a function of the content alone. It carries the checksum of what it says."""
         said = {
             "format_version": MANIFEST_FORMAT,
             "identity": plain(self.identity),
             "files": {path: file.to_json() for path, file in self.files.items()},
             "parameters": {name: param.to_json() for name, param in self.parameters.items()},
         }
+        said["crc32"] = f"{_sum(said):08x}"
         return (json.dumps(said, sort_keys=True, indent=1, ensure_ascii=True, allow_nan=False) + "\n").encode("ascii")
 
     @classmethod
@@ -116,10 +118,14 @@ class Manifest:
                 raise _newer(version, path)
             if version != MANIFEST_FORMAT:
                 raise ValueError(f"'format_version' is {version}, expected {MANIFEST_FORMAT}")
-            fields.only(("format_version", "identity", "files", "parameters"))
+            fields.only(("format_version", "identity", "files", "parameters", "crc32"))
             files = {name: _file(value, name) for name, value in fields.objects("files").items()}
             parameters = {name: _parameter(value, name) for name, value in fields.objects("parameters").items()}
-            return cls(fields.objects("identity"), files, parameters)
+            made = cls(fields.objects("identity"), files, parameters)
+            recorded, actual = fields.crc("crc32"), _sum({k: v for k, v in found.items() if k != "crc32"})
+            if recorded != actual:
+                raise ValueError(f"the checksum {recorded:08x} of what it says, which has {actual:08x}")
+            return made
         except CheckpointFormatError as error:
             if error.file == path:
                 raise
@@ -155,6 +161,11 @@ class Manifest:
 
 
 _REMEDY = "The file is damaged, or something else wrote it: convert again."
+
+
+def _sum(said: Mapping[str, Any]) -> int:
+    """The checksum of a manifest, without which a changed digit in it would be another manifest."""
+    return zlib.crc32(canonical(said))
 
 
 def _newer(version: int, path: str) -> CheckpointFormatError:
