@@ -317,4 +317,6 @@ def _shown(word: Words, dtype: str) -> str:
         value: Any = as_tensor(word, dtype).item()
     except (RuntimeError, TypeError, AttributeError):
         return f"0x{word.tobytes()[::-1].hex()}"
-    return repr(value)
+    # Digits enough to tell any two values of the dtype apart, and no more.
+    digits = {4: 9, 2: 5, 1: 3}.get(item_size(dtype))
+    return f"{value:.{digits}g}" if isinstance(value, float) and digits else repr(value)

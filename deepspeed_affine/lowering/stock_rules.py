@@ -10,7 +10,7 @@ from packaging.version import InvalidVersion, Version
 
 from deepspeed_affine.errors import PolicyError
 
-__all__ = ["StockRules"]
+__all__ = ["NEWEST_KNOWN", "StockRules"]
 
 NEWEST_KNOWN = "0.19.8"
 

@@ -15,6 +15,7 @@ from deepspeed_affine.errors import CheckpointFormatError, InvalidMapError
 from deepspeed_affine.ir import AffinePiece, ParamAffineMap, compose, meet, overlapping
 
 __all__ = [
+    "AGAIN",
     "ConversionPlan",
     "CopiedFile",
     "ObjectFile",
@@ -27,6 +28,9 @@ __all__ = [
 ]
 
 Fill = Literal["copy", "average", "zero"]
+
+AGAIN = " (again)"
+"""Ends the label of a holder that is a second copy within one rank's own shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +252,7 @@ def plan_sources(
                 twice = _held_twice(composed)
                 if twice:
                     one, other = zip(*twice, strict=True)
-                    replicas.append(Replica(one, other, shard.label, f"{shard.label} (again)"))
+                    replicas.append(Replica(one, other, shard.label, f"{shard.label}{AGAIN}"))
     pieces.sort(key=lambda piece: piece.source_offset)
     return tuple(pieces), tuple(replicas)
 
