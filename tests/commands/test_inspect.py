@@ -375,12 +375,18 @@ def test_leftovers(tmp_path, capsys):
 
 
 @pytest.fixture
-def universal(tmp_path):
+def listed(tmp_path):
+    """A universal folder with the manifest our converter writes."""
     made = make(World(tp=2, dp=2), [*params(), *only_module()])
     assert convert(made.save(tmp_path / "in"), tmp_path / "universal") == 0
-    # As DeepSpeed's own converter leaves it.
-    (tmp_path / "universal" / "affine_manifest.json").unlink(missing_ok=True)
     return tmp_path / "universal"
+
+
+@pytest.fixture
+def universal(listed):
+    """One as DeepSpeed's own converter leaves it."""
+    (listed / "affine_manifest.json").unlink()
+    return listed
 
 
 def test_a_whole_universal_folder(universal, capsys):
@@ -432,6 +438,49 @@ def test_every_damaged_file_of_a_universal_folder(universal, capsys, damage):
         assert [each["file"] for each in found["damaged"]] == [path.relative_to(universal).as_posix()]
         assert len(err) == 1
         path.write_bytes(content)
+
+
+def test_a_manifest_knows_every_file(listed, capsys):
+    code, found, _ = inspect(listed, capsys)
+    assert code == 0
+    files = [path for path in listed.rglob("*") if path.is_file()]
+    assert found["manifest"]["readable"]
+    assert found["manifest"]["files"] == len(files) - 1
+    assert found["manifest"]["parameters"] == 7
+    assert found["manifest"]["software"]["deepspeed_affine"]
+    assert found["files"]["manifest"]["count"] == 1
+    for path in files:
+        name = path.relative_to(listed).as_posix()
+        content = path.read_bytes()
+        if name == "affine_manifest.json":
+            path.write_bytes(content[:-20])
+            code, found, err = inspect(listed, capsys)
+            assert (code, found["manifest"]["readable"]) == (2, False)
+            assert [each["file"] for each in found["damaged"]] == [name]
+        else:
+            path.unlink()
+            code, found, err = inspect(listed, capsys)
+            assert (code, found["missing"]) == (2, [name])
+            assert any(str(path) in line for line in err)
+            path.write_bytes(content + b"more")
+            code, found, err = inspect(listed, capsys)
+            assert code == 2
+            assert [each["file"] for each in found["damaged"]] == [name]
+            assert any(f"has {len(content) + 4} bytes" in line for line in err)
+        path.write_bytes(content)
+
+
+def test_states_that_others_have_are_no_fault_where_the_manifest_lists_what_there_is(tmp_path, capsys):
+    """Two groups with optimizers of their own: one keeps a state more."""
+    made = make(World(dp=1), [*params()[:3], Param("norm", random_full((3,), 4), group=1)])
+    states = made.optim()["base_optimizer_state"]["state"]
+    del states[1]["exp_avg_sq"]
+    assert convert(made.save(tmp_path / "in"), tmp_path / "u") == 0
+    code, found, _ = inspect(tmp_path / "u", capsys)
+    assert (code, found["missing"], found["uneven_states"]) == (0, [], {"norm": ["exp_avg_sq"]})
+    (tmp_path / "u" / "affine_manifest.json").unlink()
+    code, found, _ = inspect(tmp_path / "u", capsys)
+    assert (code, found["missing"]) == (2, ["zero/norm/exp_avg_sq.pt"])
 
 
 def test_a_half_written_universal_folder_is_recognised(universal, capsys):

@@ -8,7 +8,7 @@ from synthetic import COLUMN, Param, World, make, random_full
 
 from deepspeed_affine.errors import CheckpointFormatError
 from deepspeed_affine.execute import checkpoint as module
-from deepspeed_affine.execute.checkpoint import read_checkpoint
+from deepspeed_affine.execute.checkpoint import read_checkpoint, survey_checkpoint
 from deepspeed_affine.lowering.states import ShardKey
 
 
@@ -96,3 +96,46 @@ def test_the_bf16_optimizer_records_no_stage(tmp_path):
     for rank in range(2):
         del made.optim(rank)["zero_stage"]
     assert read_checkpoint(made.save(tmp_path / "in")).stage == 1
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_survey_of_a_whole_folder_is_the_checkpoint(tmp_path, stage):
+    made = make(World(stage=max(stage, 1), tp=2, dp=2), params())
+    if not stage:
+        made.files = {name: root for name, root in made.files.items() if "optim" not in name}
+    folder = made.save(tmp_path / "in")
+    found, read = survey_checkpoint(folder), read_checkpoint(folder)
+    assert (found.missing, found.faults) == ((), ())
+    assert found.checkpoint.shapes == read.shapes
+    assert found.checkpoint.states.params == read.states.params
+    degrees = [(each.stage, each.tp_degree, each.pp_degree, each.dp_degree) for each in (found.checkpoint, read)]
+    assert degrees[0] == degrees[1]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_survey_names_what_reading_refuses_and_reads_on(tmp_path, stage):
+    made = make(World(stage=stage, tp=2, dp=3), params())
+    folder = made.save(tmp_path / "in")
+    os.unlink(os.path.join(folder, made.optim_name(1, 1)))
+    with open(os.path.join(folder, made.optim_name(0, 0)), "wb") as file:
+        file.write(b"PK\x03\x04")
+    found = survey_checkpoint(folder)
+    assert found.missing == (os.path.join(folder, made.optim_name(1, 1)),)
+    assert {os.path.basename(fault.file) for fault in found.faults} == {made.optim_name(1, 1), made.optim_name(0, 0)}
+    checkpoint = found.checkpoint
+    assert (checkpoint.stage, checkpoint.tp_degree, checkpoint.dp_degree) == (stage, 2, 3)
+    assert set(checkpoint.states) == {"up", "norm"}
+    held = checkpoint.states["up"].tensors["fp32"]
+    assert sum(fragment.numel for fragment in held[ShardKey(0, 1)]) < 6
+    with pytest.raises(CheckpointFormatError, match="missing"):
+        read_checkpoint(folder)
+
+
+def test_a_survey_reads_each_file_through_the_given_reader(tmp_path):
+    from deepspeed_affine.storage.pt_reader import load_pickle
+
+    made = make(World(tp=2, dp=2), params())
+    folder = made.save(tmp_path / "in")
+    seen = []
+    survey_checkpoint(folder, lambda path: seen.append(os.path.basename(path)) or load_pickle(path))
+    assert set(seen) == set(made.files)
