@@ -19,7 +19,7 @@ from deepspeed_affine.storage.serialization_id import serialization_id
 from deepspeed_affine.storage.tensor_pickler import NewTensor, TensorPickler
 from deepspeed_affine.storage.zip_writer import Record, directory, directory_size
 
-__all__ = ["NewTensor", "PlacedStorage", "PtLayout", "TensorFileWriter", "archive_name"]
+__all__ = ["NewTensor", "PlacedStorage", "PtLayout", "archive_name"]
 
 Segment = tuple[int, bytes]
 _ID_DIGITS = 40
@@ -154,65 +154,3 @@ class PtLayout:
         version = others[-1].whole(_VERSION, _VERSION_CRC)
         closing = directory(self._records, sums, fingerprint.end)
         return version + fingerprint.whole(digits, sums[-1]) + closing
-
-
-class TensorFileWriter:
-    """A file of a given layout, written at offsets: one process creates it, any may open it and write data.
-
-    Until ``finish`` has run the file is no valid archive.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], layout: PtLayout, *, create: bool = True) -> None:
-        self.path = os.fspath(path)
-        self.layout = layout
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
-        self.fd = os.open(self.path, flags, 0o666)
-        self._places = {placed.key: placed for placed in layout.storages}
-        if create:
-            try:
-                os.ftruncate(self.fd, layout.file_size)
-                for offset, data in layout.header():
-                    self._write_at(offset, data)
-            except BaseException:
-                self.close()
-                raise
-
-    def __enter__(self) -> TensorFileWriter:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def write(self, key: str, byte_offset: int, data: Any) -> None:
-        """Put ``data`` (anything with the buffer protocol) at ``byte_offset`` of the storage; safe from any thread."""
-        view = memoryview(data).cast("B")
-        placed = self._places[key]
-        if byte_offset < 0 or byte_offset + len(view) > placed.nbytes:
-            raise InvalidMapError(
-                f"{self.path}: bytes {byte_offset} to {byte_offset + len(view)} do not fit storage {key!r} of "
-                f"{placed.nbytes} bytes",
-                file=self.path,
-            )
-        self._write_at(placed.byte_offset + byte_offset, view)
-
-    def finish(self, crcs: Mapping[str, int]) -> None:
-        """Complete the archive with the CRC-32 of every storage; all its data must have been written."""
-        for offset, data in self.layout.trailer(crcs):
-            self._write_at(offset, data)
-
-    def sync(self) -> None:
-        """After this the file's bytes are on the disk."""
-        os.fsync(self.fd)
-
-    def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-    def _write_at(self, offset: int, data: bytes | memoryview) -> None:
-        view, done = memoryview(data), 0
-        while done < len(view):
-            try:
-                done += os.pwrite(self.fd, view[done:], offset + done)
-            except OSError as exc:
-                raise OSError(exc.errno, exc.strerror, self.path) from exc

@@ -13,12 +13,12 @@ import zlib
 
 import pytest
 import torch
+from stored import load_tensor
 
 from deepspeed_affine.errors import AffineError, CheckpointFormatError
 from deepspeed_affine.storage.dtypes import ITEM_SIZES
 from deepspeed_affine.storage.pt_reader import load_pickle
 from deepspeed_affine.storage.refs import Global, StandIn, TensorRef, TorchSize
-from deepspeed_affine.storage.tensors import FileMaps, open_tensor
 
 SAVABLE = [
     name
@@ -47,14 +47,13 @@ def test_every_dtype_is_read_in_place(tmp_path, name):
     got = load_pickle(path).root
     loaded = torch.load(path, weights_only=False)
     assert list(got) == list(original)
-    with FileMaps() as maps:
-        for key, expected in loaded.items():
-            tensor = open_tensor(got[key], maps)
-            assert (tensor.dtype, tensor.shape, tensor.stride()) == (dtype, expected.shape, expected.stride())
-            assert got[key].dtype == name
-            assert raw(tensor) == raw(expected)
-            assert got[key].is_contiguous == expected.is_contiguous()
-            assert got[key].nbytes == expected.numel() * dtype.itemsize
+    for key, expected in loaded.items():
+        tensor = load_tensor(got[key])
+        assert (tensor.dtype, tensor.shape, tensor.stride()) == (dtype, expected.shape, expected.stride())
+        assert got[key].dtype == name
+        assert raw(tensor) == raw(expected)
+        assert got[key].is_contiguous == expected.is_contiguous()
+        assert got[key].nbytes == expected.numel() * dtype.itemsize
 
 
 def test_offsets_and_checksums_are_those_of_the_file(tmp_path):
@@ -106,9 +105,8 @@ def test_parameters_meta_tensors_sizes_and_attributes(tmp_path):
     assert not got["g"].parameter
     assert got["dtype"] == Global("torch", "bfloat16")
     assert got["device"].stand_in_args == ("cuda", 1)
-    with FileMaps() as maps:
-        assert open_tensor(got["m"], maps).device.type == "meta"
-        assert torch.equal(open_tensor(got["marked"], maps), torch.ones(3))
+    assert load_tensor(got["m"]).device.type == "meta"
+    assert torch.equal(load_tensor(got["marked"]), torch.ones(3))
 
 
 def test_tensors_whose_bytes_are_not_their_values_stay_stand_ins(tmp_path):
@@ -150,8 +148,7 @@ def test_names_with_spaces_brackets_and_accents(tmp_path):
     path = folder / "é {a}.pt"
     torch.save({"a": torch.ones(3)}, path)
     ref = load_pickle(path).root["a"]
-    with FileMaps() as maps:
-        assert torch.equal(open_tensor(ref, maps), torch.ones(3))
+    assert torch.equal(load_tensor(ref), torch.ones(3))
 
 
 def test_checksums_that_were_never_written_are_none(tmp_path):
@@ -275,8 +272,7 @@ def test_a_zip_of_another_kind_of_writer_with_64_bit_fields(good, tmp_path):
             with new.open(name, "w", force_zip64=True) as record:
                 record.write(old.read(name))
     ref = load_pickle(path).root["a"]
-    with FileMaps() as maps:
-        assert torch.equal(open_tensor(ref, maps), torch.arange(30.0))
+    assert torch.equal(load_tensor(ref), torch.arange(30.0))
 
 
 def test_hostile_file_converts_or_is_refused_without_running(tmp_path):
