@@ -1,10 +1,11 @@
 """Wall time, memory and bytes written of converting one checkpoint: DeepSpeed's converter, ours, and `cp -r`.
 
-All three run in turn on the same generated checkpoint, several times; medians and their ratios are printed side
-by side. Memory is the peak of RssAnon + RssShmem summed over every process of the run, sampled every 10 ms; bytes
-written are what the kernel accounts to the processes, temporary files included.
+All of them, and `ds_affine verify --against`, run in turn on the same generated checkpoint, several times; medians and
+their ratios are printed side by side. Memory is the peak of RssAnon + RssShmem summed over every process of the run,
+sampled every 10 ms; bytes written are what the kernel accounts to the processes, temporary files included.
 
-    python benchmarks/convert.py --gigabytes 1 --stage 1 --runs 5
+    python benchmarks/convert.py --gigabytes 3.2 --stage 1 --runs 5
+    python benchmarks/convert.py --gigabytes 3.2 --stage 3 --runs 5
 """
 
 from __future__ import annotations
@@ -73,11 +74,14 @@ def report(source: Path, folder: Path, args: argparse.Namespace) -> None:
     sync = ["sync", "-f", str(folder)]
     copied = folder / "copied"
     copy = ["cp", "-r", str(output), str(copied)]
+    toolbox = [sys.executable, "-c", "import sys; from deepspeed_affine.cli import ds_affine as m; sys.exit(m())"]
+    proof = [*toolbox, "verify", str(output), "--against", str(source), "--workers", str(args.workers)]
     contenders: list[tuple[str, list[list[str]], Path]] = [
         ("DeepSpeed, then sync -f", [stock, sync], output),
         ("DeepSpeed, no sync", [stock], output),
-        ("ours, CRC and fsync", [ours], output),
         ("ours, neither", [fast], output),
+        ("ours, CRC and fsync", [ours], output),
+        ("verify --against", [proof], source),
         ("cp -r, then sync -f", [copy, sync], copied),
         ("cp -r, no sync", [copy], copied),
     ]
@@ -93,6 +97,7 @@ def report(source: Path, folder: Path, args: argparse.Namespace) -> None:
                 results[name].append(measured)
     base = statistics.median(item.seconds for item in results["ours, CRC and fsync"])
     out_size = sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
+    mid = {name: statistics.median(item.seconds for item in found) for name, found in results.items()}
     print(f"output: {out_size / 1e9:.2f} GB; medians of {args.runs} interleaved runs, {args.workers} workers")
     print(f"{'':26}{'seconds':>9}{'x ours':>9}{'peak RssAnon+Shmem':>21}{'bytes written':>15}{'/ output':>10}")
     for name, found in results.items():
@@ -103,6 +108,18 @@ def report(source: Path, folder: Path, args: argparse.Namespace) -> None:
             f"{name:26}{seconds:9.2f}{seconds / base:9.2f}{peak / 1e6:18.0f} MB{written / 1e9:12.2f} GB"
             f"{written / out_size:10.3f}"
         )
+    for what, of, to in (
+        (
+            "DeepSpeed and sync take, of a checked and durable conversion",
+            "DeepSpeed, then sync -f",
+            "ours, CRC and fsync",
+        ),
+        ("DeepSpeed takes, of a conversion without either", "DeepSpeed, no sync", "ours, neither"),
+        ("a checked and durable conversion takes, of cp -r and sync", "ours, CRC and fsync", "cp -r, then sync -f"),
+        ("a conversion without either takes, of cp -r", "ours, neither", "cp -r, no sync"),
+        ("verify --against takes, of a checked and durable conversion", "verify --against", "ours, CRC and fsync"),
+    ):
+        print(f"{what}: {mid[of] / mid[to]:.2f} times")
 
 
 def measure(commands: list[list[str]], folder: Path) -> Measured:
