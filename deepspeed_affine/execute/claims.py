@@ -109,19 +109,24 @@ class SourceSums:
                 found.append((storage, at, storage.nbytes))
         return found
 
-    def check(self) -> None:
-        """Every storage's bytes are those it was saved with; raises IntegrityError naming each file that is damaged.
+    def damaged(self) -> list[tuple[SourceStorage, IntegrityError]]:
+        """The storages whose bytes are not those they were saved with, each with what to say of it.
 
         Everything must have been read: there are no ``gaps`` left.
         """
         whole: dict[tuple[str, str], Read] = {}
         for read in joined(self._reads):
             whole.setdefault((read.file, read.key), read)
+        found = ((self._storages[key], whole[key].crc32) for key in sorted(self._storages))
+        return [(storage, _damaged(storage, crc)) for storage, crc in found if crc != storage.crc32]
+
+    def check(self) -> None:
+        """Every storage's bytes are those it was saved with; raises IntegrityError naming each file that is damaged.
+
+        Everything must have been read: there are no ``gaps`` left.
+        """
         faults = Faults()
-        for key in sorted(self._storages):
-            storage, found = self._storages[key], whole[key]
-            if found.crc32 != storage.crc32:
-                faults.add(_damaged(storage, found.crc32))
+        faults.extend(fault for _, fault in self.damaged())
         faults.raise_if_any()
 
 

@@ -45,6 +45,7 @@ class ExecutionOptions:
     fsync: bool = True
     progress: bool = False
     chunk_bytes: int = CHUNK_BYTES
+    what: str = "converting"
 
 
 @dataclass(slots=True)
@@ -132,7 +133,7 @@ class _Execution:
         self.workers = options.workers
         self.source_crc = options.source_crc
         self.chunk_bytes = options.chunk_bytes
-        self.shown = options.progress
+        self.shown, self.what = options.progress, options.what
         self.record = record
         # Pieces name the first ones by their index; the others are carried over in their files.
         self.storages = (*plan.storages, *plan.carried_storages)
@@ -151,7 +152,7 @@ class _Execution:
             if path not in reused and (wanted is None or path in wanted)
         ]
         total = sum(planned for _, planned, _ in builders)
-        with Progress(total, len(builders), shown=self.shown) as self.progress:
+        with Progress(total, len(builders), shown=self.shown, what=self.what) as self.progress:
             pool = ThreadPoolExecutor(self.workers)
             try:
                 futures: list[Future[None]] = [pool.submit(self._guard, job) for job in self._jobs(builders)]
