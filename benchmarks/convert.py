@@ -114,10 +114,10 @@ def report(source: Path, folder: Path, args: argparse.Namespace) -> None:
             "DeepSpeed, then sync -f",
             "ours, CRC and fsync",
         ),
-        ("DeepSpeed takes, of a conversion without either", "DeepSpeed, no sync", "ours, neither"),
-        ("a checked and durable conversion takes, of cp -r and sync", "ours, CRC and fsync", "cp -r, then sync -f"),
-        ("a conversion without either takes, of cp -r", "ours, neither", "cp -r, no sync"),
-        ("verify --against takes, of a checked and durable conversion", "verify --against", "ours, CRC and fsync"),
+        ("DeepSpeed takes, of a conversion with neither", "DeepSpeed, no sync", "ours, neither"),
+        ("a conversion with both takes, of cp -r and sync", "ours, CRC and fsync", "cp -r, then sync -f"),
+        ("a conversion with neither takes, of cp -r", "ours, neither", "cp -r, no sync"),
+        ("verify --against takes, of a conversion with both", "verify --against", "ours, CRC and fsync"),
     ):
         print(f"{what}: {mid[of] / mid[to]:.2f} times")
 
