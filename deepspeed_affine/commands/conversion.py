@@ -73,6 +73,9 @@ class _Builder:
             _collect(faults, module.add_unsliced)
         elif not self.flat:
             _collect(faults, module.add_frozen_partitions)
+        folder = checkpoint.folder
+        for file in (*folder.layer_files, *folder.expert_files, *folder.expert_optim_files):
+            _collect(faults, files.check, file.path)
         faults.raise_if_any()
         self._require_all()
         self._report_unused()

@@ -48,19 +48,23 @@ class ModuleTensors:
     def add_unsliced(self) -> None:
         """Every module tensor without optimizer slices is planned (ZeRO 0 to 2)."""
         faults = Faults()
-        unsliced = self._unsliced()
-        for name, found in unsliced.items():
+        for name, found in self._unsliced().items():
             try:
+                self._refuse_owned(name)
                 self._add(name, found)
             except AffineError as fault:
                 faults.add(fault)
         faults.raise_if_any()
-        if self.checkpoint.stage:
-            owned = sorted(name for name in unsliced if name in self.checkpoint.shapes)
-            if owned:
-                self.files.notes.append(
-                    f"no optimizer file has a slice of {', '.join(owned)}; the weights are the module's, without states"
-                )
+
+    def _refuse_owned(self, name: str) -> None:
+        """DeepSpeed's optimizer has a slice of every parameter it owns, whether or not it ever had a gradient."""
+        shapes = self.checkpoint.shapes.get(name, ()) if self.checkpoint.stage else ()
+        if any(shape_numel(shape) for shape in shapes if shape is not None):
+            raise CheckpointFormatError(
+                f"parameter {name!r}: a model-state file lists it among the optimizer's, and no optimizer file has a "
+                "slice of it; its states would be lost. The files come from different saves: take all of them from one.",
+                param=name,
+            )
 
     def add_frozen_partitions(self) -> None:
         """The frozen parameters of a tensor-parallel ZeRO-3 checkpoint are planned; without tensor parallelism

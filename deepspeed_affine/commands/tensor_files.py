@@ -15,6 +15,7 @@ from deepspeed_affine.lowering.stock_rules import StockRules
 from deepspeed_affine.lowering.zero import Fragment, StoredTensor, fragment_pieces
 from deepspeed_affine.plan.conversion import Fill, ObjectFile, ShardPieces, SourceStorage, TensorFile, plan_sources
 from deepspeed_affine.plan.paths import state_path
+from deepspeed_affine.storage.checkpoint_file import load_checkpoint_file
 from deepspeed_affine.storage.dtypes import item_size
 from deepspeed_affine.storage.files import ByteReader
 from deepspeed_affine.storage.refs import StorageRef, TensorRef
@@ -82,6 +83,12 @@ class TensorFiles:
                 file=tensor.storage.path,
             )
         return self._storages.setdefault(tensor.storage, len(self._storages))
+
+    def check(self, path: str) -> None:
+        """The file at ``path`` belongs to the checkpoint and nothing is taken from it: its checksums are verified."""
+        for ref in load_checkpoint_file(path).archive.storages.values():
+            if ref.nbytes:
+                self._storages.setdefault(ref, len(self._storages))
 
     def optimizer_source(
         self, name: str, state: str, states: ParamStates, layout: ParamAffineMap, axis: str = "tp"

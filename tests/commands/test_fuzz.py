@@ -3,14 +3,16 @@
 import copy
 import os
 import shutil
+import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
-from converting import is_flat, wrong
+from converting import convert, is_flat, leftovers, wrong
+from fuzzing import FuzzError, base_of, campaign
 from synthetic import COLUMN, ROW, Cut, ExpertLayer, FragmentAddress, LossScaler, Param, World, make, random_full, save
 
 from deepspeed_affine.cli import ds_to_universal
@@ -164,8 +166,7 @@ def check(made, name, path, new, base, intact):
                 made = replace(made, truth={entry: made.truth[entry] for entry in made.truth if entry[1] == "fp32"})
             assert wrong(made, target, flat=is_flat(made), skip=skip) == []
         elif code == 2:
-            assert not target.exists()
-        assert [entry for entry in os.listdir(base) if entry.endswith(".partial")] == []
+            assert leftovers(target) == []
     except Exception as error:
         raise AssertionError(f"{name}: {path} replaced by {new!r}: {type(error).__name__}: {error}") from error
     finally:
@@ -192,6 +193,7 @@ def run_world(world, step, offset, capsys):
             for new in (*REPLACEMENTS, DELETED)
         ]
         assert len(cases) > 1000
+        assert len(cases[offset::step]) > 10
         for name, path, new in cases[offset::step]:
             check(made, name, path, copy.deepcopy(new) if new is not DELETED else new, base, base / "intact")
             capsys.readouterr()
@@ -211,37 +213,49 @@ def test_many_replacements(world, capsys):
     run_world(world, 11, 0, capsys)
 
 
-def run_bytes(count, seed, capsys):
-    """Bytes of the files changed anywhere: in tensors, in the pickle, in the archive's own records."""
-    random = Random(seed)
-    made = WORLDS["zero2-tp2"]()
-    base = Path(tempfile.mkdtemp())
-    try:
-        made.save(base / "in")
-        made.save(base / "intact")
-        names = sorted(made.files)
-        for _ in range(count):
-            name = random.choice(names)
-            data = bytearray((base / "intact" / name).read_bytes())
-            for _ in range(random.choice([1, 1, 4])):
-                data[random.randrange(len(data))] ^= 1 << random.randrange(8)
-            (base / "in" / name).write_bytes(data)
-            code = outcome(base / "in", base / "out")
-            assert code in (0, 2)
-            if code == 0:
-                assert wrong(made, base / "out", skip=("emb.alias",)) == []
-            shutil.rmtree(base / "out", ignore_errors=True)
-            shutil.copyfile(base / "intact" / name, base / "in" / name)
-            capsys.readouterr()
-    finally:
-        shutil.rmtree(base)
+def byte_bases(base):
+    """Every world as a folder, with its conversion, compared with what the folder was cut from."""
+    for name, build in WORLDS.items():
+        made = build()
+        source, target = base / name / "in", base / name / "universal"
+        assert convert(made.save(source), target) == 0
+        assert wrong(made, target, flat=is_flat(made), skip=("emb.alias",)) == []
+        yield base_of(name, name, source, target)
 
 
-def test_changed_bytes_never_change_a_tensor(capsys):
-    run_bytes(60, 1, capsys)
+@pytest.mark.parametrize("seed", [1])
+def test_changed_bytes_are_refused_or_change_nothing(tmp_path, seed):
+    report = campaign(list(byte_bases(tmp_path)), 180, seed)
+    assert not report.failures, report.failed
+    assert sum(count for (_, outcome), count in report.outcomes.items() if outcome == "refused") > 100
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("seed", range(4))
-def test_many_changed_bytes_never_change_a_tensor(capsys, seed):
-    run_bytes(1000, seed + 2, capsys)
+@pytest.mark.parametrize("seed", range(2, 5))
+def test_many_changed_bytes_are_refused_or_change_nothing(tmp_path, seed):
+    report = campaign(list(byte_bases(tmp_path)), 1000, seed)
+    assert not report.failures, report.failed
+
+
+LIKE_OURS = "ds_to_universal: error: {}: is damaged"
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (lambda *args: sys.stderr.write("ds_to_universal: error: internal error, KeyError: 1") and 2, "internal error"),
+        (lambda *args: sys.stderr.write("ds_to_universal: error: it did not work") and 2, "names no file"),
+        (lambda *args: 2, "nothing said"),
+        (lambda *args: 1, "exit code 1"),
+        (lambda *args: time.sleep(60), "still running"),
+        (lambda *args: os.system("true"), "executed"),
+        (lambda source, target, *args: os.mkdir(target) or (sys.stderr.write(LIKE_OURS.format(source)) and 2), "left"),
+        (lambda source, target, *args: os.mkdir(target) or 0, "is missing"),
+    ],
+)
+def test_a_campaign_sees_what_must_not_happen(tmp_path, monkeypatch, run, said):
+    bases = list(byte_bases(tmp_path))[:1]
+    monkeypatch.setattr("fuzzing.convert", run)
+    monkeypatch.setattr("fuzzing.SECONDS", 1)
+    with pytest.raises(FuzzError, match=said):
+        campaign(bases, 1, 1)

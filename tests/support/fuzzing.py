@@ -59,6 +59,10 @@ class Report:
     slowest: float = 0.0
     failures: list[str] = field(default_factory=list)
 
+    @property
+    def failed(self) -> str:
+        return "\n".join([*self.failures, str(self)])
+
     def __str__(self) -> str:
         kinds = sorted({kind for kind, _ in self.outcomes})
         lines = [f"{sum(self.outcomes.values())} mutations, slowest {self.slowest:.2f} s"]
@@ -254,7 +258,7 @@ class Fuzzer:
                 (self.folder / name).write_bytes(self.base.files[name])
 
 
-def campaign(bases: Sequence[Base], count: int, seed: int, *, first: int = 0, most_failures: int = 5) -> Report:
+def campaign(bases: Sequence[Base], count: int, seed: int, *, first: int = 0, most_failures: int = 20) -> Report:
     """``count`` mutations, number ``first`` and on of ``seed``; the same numbers are always the same mutations."""
     report = Report()
     with tempfile.TemporaryDirectory() as workdir:
