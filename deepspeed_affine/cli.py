@@ -17,6 +17,7 @@ VERBS = {
     "diff": "compare two folders: layouts by layout id, contents by bytes, checkpoints and universal folders",
     "inspect": "describe a checkpoint folder from its metadata: topology, files, parameters, what is missing",
     "parity": "run DeepSpeed's converter and ours on one checkpoint and compare every file",
+    "verify": "read an output again: against its manifest, or every element against the checkpoint it was made from",
 }
 """The verbs of ``ds_affine``; each is a module of ``commands`` with ``add_arguments`` and ``run``."""
 
