@@ -14,7 +14,7 @@ from deepspeed_affine.execute.checkpoint import Checkpoint
 from deepspeed_affine.ir import ParamAffineMap, replicated_map
 from deepspeed_affine.lowering import keys
 from deepspeed_affine.lowering.experts import expert_map
-from deepspeed_affine.lowering.lowered import LoweredParam, SubParamEntry
+from deepspeed_affine.lowering.lowered import LoweredParam, Rule, SubParamEntry
 from deepspeed_affine.lowering.merge import lower_param, unused_patterns
 from deepspeed_affine.lowering.states import FP32, ParamStates, shape_numel
 from deepspeed_affine.lowering.uc_info import UcInfo
@@ -32,11 +32,13 @@ UC_VERSION = 0.4
 class Suspect:
     """A parameter whose metadata says split; if the shards of every state are identical, the metadata is wrong.
 
-    ``states`` lists, for each state, one stored shard a rank.
+    ``states`` lists, for each state, one stored shard a rank. ``unnamed`` says that only the module holds it and no
+    pattern names it, so that nothing but a default says split.
     """
 
     param: str
     states: tuple[tuple[ShardPieces, ...], ...]
+    unnamed: bool = False
 
 
 def build_plan(checkpoint: Checkpoint, options: ConversionOptions) -> tuple[ConversionPlan, tuple[Suspect, ...]]:
@@ -73,6 +75,7 @@ class _Builder:
             _collect(faults, module.add_unsliced)
         elif not self.flat:
             _collect(faults, module.add_frozen_partitions)
+        self._suspect_unnamed(module)
         folder = checkpoint.folder
         for file in (*folder.layer_files, *folder.expert_files, *folder.expert_optim_files):
             _collect(faults, files.check, file.path)
@@ -174,12 +177,24 @@ class _Builder:
         for state, values in states.scalars.items():
             # ZeRO-3's numbers stay in the shared optimizer state, as DeepSpeed's loader expects.
             self.files.scalar(name, state, values, write=self.checkpoint.stage < 3)
-        if lowered is not None and lowered.says_split and lowered.rule.value != keys.AFFINE_MAP:
-            ranks = [rank for rank, shape in layout.shard_shapes.items() if shape_numel(shape)]
-            if len({layout.shard_shapes[rank] for rank in ranks}) == 1 and len(ranks) == self.checkpoint.tp_degree:
-                self.suspects.append(
-                    Suspect(name, tuple(tuple(source.shards[rank][0] for rank in ranks) for source in sources))
-                )
+        if lowered is not None and lowered.rule.value != keys.AFFINE_MAP and self._may_be_identical(lowered):
+            ranks = sorted(layout.shard_shapes)
+            self.suspects.append(
+                Suspect(name, tuple(tuple(source.shards[rank][0] for rank in ranks) for source in sources))
+            )
+
+    def _may_be_identical(self, lowered: LoweredParam) -> bool:
+        """Whether the ranks are said to hold different parts, of one shape that is not empty."""
+        shapes = lowered.map.shard_shapes
+        same = len(set(shapes.values())) == 1 and len(shapes) == self.checkpoint.tp_degree
+        return lowered.says_split and same and shape_numel(shapes[0]) > 0
+
+    def _suspect_unnamed(self, module: ModuleTensors) -> None:
+        lowered = {param.name: param for param in self.lowered}
+        for name, shards in module.split.items():
+            param = lowered[name]
+            if param.rule is Rule.COLUMN_PARALLEL and self._may_be_identical(param):
+                self.suspects.append(Suspect(name, (tuple(shards[rank][0] for rank in sorted(shards)),), unnamed=True))
 
     def _require_all(self) -> None:
         """Every parameter with elements has found its weights somewhere."""

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from deepspeed_affine.commands.conversion import ConversionOptions, build_plan
-from deepspeed_affine.commands.existing import is_complete, refuse_foreign
+from deepspeed_affine.commands.existing import is_complete, settle_target
 from deepspeed_affine.commands.identity import conversion_identity
 from deepspeed_affine.commands.job import RANK_TIMEOUT, agree, in_job, job_of, plan_digest, seconds, shared_output
 from deepspeed_affine.commands.policies import averaged, settle_drift, settle_identical
@@ -137,7 +137,7 @@ def _run(args: argparse.Namespace, group: Group) -> int:
         fsync=not args.no_fsync,
         progress=speaks and sys.stderr.isatty() and not args.json,
     )
-    group.first(lambda: refuse_foreign(target, overwrite=args.overwrite))
+    group.first(lambda: settle_target(target, overwrite=args.overwrite, dry_run=args.dry_run))
 
     def load(path: str) -> Loaded:
         group.check()

@@ -38,12 +38,14 @@ class ModuleTensors:
     """Plans an ``fp32.pt`` for every tensor of the module that DeepSpeed's converter takes from there.
 
     ``lower`` turns a name and its shard shapes into a layout; it is asked only where the module's ranks hold parts.
+    ``split`` has the stored shards of the tensors it was asked for, by name and rank.
     """
 
     def __init__(self, checkpoint: Checkpoint, files: TensorFiles, lower: Lower) -> None:
         self.checkpoint = checkpoint
         self.files = files
         self.lower = lower
+        self.split: dict[str, Mapping[int, tuple[ShardPieces, ...]]] = {}
 
     def add_unsliced(self) -> None:
         """Every module tensor without optimizer slices is planned (ZeRO 0 to 2)."""
@@ -62,7 +64,7 @@ class ModuleTensors:
         if any(shape_numel(shape) for shape in shapes if shape is not None):
             raise CheckpointFormatError(
                 f"parameter {name!r}: a model-state file lists it among the optimizer's, and no optimizer file has a "
-                "slice of it; its states would be lost. The files come from different saves: take all of them from one.",
+                "slice of it; its states would be lost. The files are of different saves: take all of them from one.",
                 param=name,
             )
 
@@ -99,6 +101,7 @@ class ModuleTensors:
                 )
                 for rank, parts in by_rank.items()
             }
+            self.split[name] = shards
             self.files.add(name, FP32, Source(dtypes[name], shards), layout, BARE, dtype="float32")
 
     def _unsliced(self) -> dict[str, _Unsliced]:
@@ -123,7 +126,7 @@ class ModuleTensors:
         return found
 
     def _add(self, name: str, found: _Unsliced) -> None:
-        degree = self.checkpoint.tp_degree
+        degree, split = self.checkpoint.tp_degree, False
         ranks = sorted(found.by_rank)
         first = found.by_rank[ranks[0]][0][1]
         shapes = {rank: found.by_rank[rank][0][1].shape for rank in ranks}
@@ -136,6 +139,7 @@ class ModuleTensors:
             layout = replicated_map(first.shape, degree)
         else:
             layout = self._layout(name, shapes)
+            split = True
         shards: dict[int, tuple[ShardPieces, ...]] = {}
         for rank in ranks:
             copies = found.by_rank[rank][: 1 if found.is_alias else None]
@@ -153,6 +157,8 @@ class ModuleTensors:
                 ShardPieces(whole_pieces(ref, self.files.storage(ref)), shard.label(self.checkpoint.pp_degree))
                 for shard, ref in copies
             )
+        if split:
+            self.split[name] = shards
         self.files.add(name, FP32, Source(first.dtype, shards), layout, BARE, dtype="float32")
 
     def _layout(self, name: str, shapes: Mapping[int, tuple[int, ...]]) -> ParamAffineMap:

@@ -30,6 +30,7 @@ def settle_identical(
 ) -> ConversionPlan:
     """The plan with every parameter whose shards are byte-identical, in every state, treated as ``policy`` says.
 
+    One that no metadata names is taken for replicated, unless the policy is to split it: bytes say more than a default.
     Raises IntegrityError naming each where the policy is to refuse.
     """
     if policy is IdenticalShards.SPLIT:
@@ -42,11 +43,10 @@ def settle_identical(
         if suspect.param in mine and all(shards_identical(shards, pieces) for shards in suspect.states)
     ]
     identical = {name for part in group.gather(found) for name in part}
-    names = [suspect.param for suspect in suspects if suspect.param in identical]
-    if names and policy is IdenticalShards.REPLICATED:
-        return build_plan(checkpoint, replace(options, replicated=frozenset(names)))[0]
+    unnamed = {suspect.param for suspect in suspects if suspect.unnamed and suspect.param in identical}
+    replicated = identical if policy is IdenticalShards.REPLICATED else unnamed
     faults = Faults()
-    for name in names:
+    for name in sorted(identical - replicated):
         faults.add(
             IntegrityError(
                 f"parameter {name!r}: its shards are byte-identical on all {checkpoint.tp_degree} tensor-parallel "
@@ -57,7 +57,13 @@ def settle_identical(
             )
         )
     group.raise_together(faults)
-    return plan
+    if not replicated:
+        return plan
+    plan = build_plan(checkpoint, replace(options, replicated=frozenset(replicated)))[0]
+    notes = (
+        f"{name}: no pattern names it and every rank holds the same bytes; written once" for name in sorted(unnamed)
+    )
+    return replace(plan, notes=(*plan.notes, *notes))
 
 
 def _stored_bytes(suspect: Suspect, plan: ConversionPlan) -> int:

@@ -152,3 +152,18 @@ def test_ranks_of_different_precision_are_refused(tmp_path, capsys, stage):
     said = assert_refuses(made.save(tmp_path / "ckpt"), tmp_path, capsys)
     assert "bfloat16" in said
     assert "float32" in said
+
+
+def test_a_tensor_only_the_module_holds_and_nothing_names_is_written_once_where_ranks_agree(tmp_path, capsys):
+    made = make(World(tp=2), [Param("w", random_full((8, 4), 1), COLUMN)])
+    gate = random_full((3, 5), 2)
+    for rank in range(2):
+        made.model(rank)["module"]["gate.weight"] = gate.clone()
+    assert convert(made.save(tmp_path / "in"), tmp_path / "out") == 0
+    assert same(stored(tmp_path / "out", "gate.weight", "fp32"), gate)
+    assert "gate.weight: no pattern names it" in capsys.readouterr().out
+    assert convert(tmp_path / "in", tmp_path / "split", "--identical-shards", "split") == 0
+    assert same(stored(tmp_path / "split", "gate.weight", "fp32"), torch.cat([gate, gate]))
+    made.model(1)["module"]["gate.weight"][0, 0] += 1
+    assert convert(made.save(tmp_path / "other"), tmp_path / "parts") == 0
+    assert stored(tmp_path / "parts", "gate.weight", "fp32").shape == (6, 5)
