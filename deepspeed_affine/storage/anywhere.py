@@ -19,6 +19,7 @@ __all__ = [
     "examine",
     "is_within",
     "join_output",
+    "memory_elsewhere",
     "open_output",
     "point_at",
     "recover",
@@ -143,6 +144,23 @@ def require_space(folder: str, needed_bytes: int, *, files: int = 0) -> None:
     """There is room for that many bytes and files, as far as the place tells; object stores do not."""
     if not is_url(folder):
         local.require_space(folder, needed_bytes, files=files)
+
+
+def memory_elsewhere(source: str, target: str, workers: int, largest: int) -> int:
+    """The most memory, in bytes, that reading and writing URLs takes beside what local files take.
+
+    ``largest`` is the size of the largest output file: the parts that it is sent in grow with it.
+    """
+    needed = 0
+    if is_url(source):
+        from deepspeed_affine.storage import remote_read
+
+        needed += remote_read.BLOCKS_KEPT * remote_read.BLOCK_BYTES + workers * 2 * remote_read.BLOCK_BYTES
+    if is_url(target):
+        from deepspeed_affine.storage import remote_sink
+
+        needed += workers * remote_sink.memory_of(largest)
+    return needed
 
 
 def is_within(path: str, folder: str) -> bool:

@@ -40,6 +40,7 @@ __all__ = [
     "read_small",
 ]
 
+_GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 MOST_OPEN = 32
 """Idle descriptors kept; opening one again costs little, and folders have more files than a process may open."""
 
@@ -182,8 +183,9 @@ class _Handle:
 class ByteReader:
     """Reads byte ranges of any number of files from any number of threads, with at most ``MOST_OPEN`` idle handles.
 
-    What it returns is what the file held at that moment. A file that has become shorter, or cannot be read, raises
-    CheckpointFormatError naming it.
+    What it returns is what the file held at that moment. A file that has become shorter, is gone or cannot be read
+    raises CheckpointFormatError naming it. Where a URL cannot be reached, or not any more, OSError names it: that says
+    nothing of the file.
     """
 
     def __init__(self) -> None:
@@ -278,7 +280,9 @@ class ByteReader:
                     return
 
 
-def _unreadable(path: str, error: OSError) -> CheckpointFormatError:
+def _unreadable(path: str, error: OSError) -> CheckpointFormatError | OSError:
+    if is_url(path) and not isinstance(error, _GONE):
+        return OSError(error.errno, f"cannot be read ({error.strerror or error})", path)
     return CheckpointFormatError(
         f"{path}: cannot be read ({error.strerror or error}); expected the file its metadata was read from. Check that "
         "it is still there and readable.",

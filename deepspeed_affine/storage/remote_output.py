@@ -235,9 +235,6 @@ class RemoteOutput:
         """Whether a run that ended so may succeed the next time with what it has finished."""
         if error is None or is_no_space(error):
             return False
-        if isinstance(error.__cause__, OSError):
-            # The source could not be reached; it is not bad.
-            return True
         return self._publishing or not isinstance(error, AffineError) or isinstance(error, PolicyError)
 
     def _journalled(self, writers: int | None = None) -> Journalled:

@@ -25,7 +25,7 @@ MOST_KEPT = 128 << 20
 
 CHUNK_BYTES = 8 << 20
 BLOCK_BYTES = 4 << 20
-BLOCKS_KEPT = 16
+BLOCKS_KEPT = 8
 
 _catalogues: weakref.WeakValueDictionary[str, Catalogue] = weakref.WeakValueDictionary()
 

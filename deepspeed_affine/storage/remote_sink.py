@@ -15,16 +15,29 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from deepspeed_affine.storage.remote import Place
 from deepspeed_affine.storage.remote_read import CHUNK_BYTES
 
-__all__ = ["PART_BYTES", "RemoteSink", "Upload", "Uploaded"]
+__all__ = ["PART_BYTES", "RemoteSink", "Upload", "Uploaded", "memory_of"]
 
 PART_BYTES = 8 << 20
-"""Sent at a time and held in memory until then, by every file that is being written, up to three times over."""
+"""Sent at a time; held in memory until then by every file that is being written, a few times over."""
 _MOST_PARTS = 9000
+_HELD = 4
+"""How many times over a part is in memory while it is sent: here, in fsspec's buffer, and on its way."""
+
+
+def memory_of(size: int) -> int:
+    """The most bytes that writing one file of this size holds in memory."""
+    return _HELD * min(size, part_bytes_of(size, PART_BYTES))
+
+
+def part_bytes_of(size: int, part_bytes: int) -> int:
+    """What a file of this size is sent in at a time: stores take a limited number of parts."""
+    return max(part_bytes, -(-size // _MOST_PARTS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +84,11 @@ class Upload:
         self.size = size
         self._sink = sink
         self._path = path
-        self._part_bytes = max(part_bytes, -(-size // _MOST_PARTS))
-        self._digest = _PartDigest() if place.protocols & {"s3", "s3a"} else None
+        self._part_bytes = part_bytes_of(size, part_bytes)
+        self._digest = _PartDigest(place.protocols & {"s3", "s3a"})
         self._crc = 0
         self._position = 0
-        self._pending = bytearray()
+        self._small = bytearray()
         self._file: Any = None
         self._written_to = place if place.streams else private
         self._open = True
@@ -88,29 +101,35 @@ class Upload:
                 "object is written front to back"
             )
         self._crc = zlib.crc32(view, self._crc)
+        if self.size <= self._part_bytes:
+            self._small += view
+            self._position += len(view)
+            return
         while view:
-            part = view[: self._part_bytes - len(self._pending)]
-            self._pending += part
-            self._position += len(part)
-            view = view[len(part) :]
-            if len(self._pending) == self._part_bytes and self._position < self.size:
-                self._send()
+            # A part is sent as soon as it is full, so what is written at a time must end where parts end.
+            piece = view[: self._part_bytes - self._position % self._part_bytes]
+            if self._file is None:
+                self._file = self._opened()
+            self._digest.add(piece)
+            self._position += len(piece)
+            if self._position % self._part_bytes == 0 or self._position == self.size:
+                self._digest.end_part()
+            self.place.once(partial(self._file.write, piece))
+            view = view[len(piece) :]
 
     def finish(self) -> None:
         if self._position != self.size:
             raise ValueError(f"{self.place.url}: ends at byte {self._position}, expected {self.size} bytes")
         if self._file is None:
-            data = bytes(self._pending)
-            self._note(data)
-            self.place.put(data, self._written_to)
+            self._digest.add(self._small)
+            self.place.put(bytes(self._small), self._written_to)
         else:
-            self._send()
             self.place.once(self._file.close)
             if self._written_to is not self.place:
                 self._written_to.move_to(self.place)
         self._open = False
         self._file = None
-        self._pending = bytearray()
+        self._small = bytearray()
         try:
             tag = self._verified()
         except BaseException:
@@ -123,7 +142,7 @@ class Upload:
         if not self._open:
             return
         self._open = False
-        self._pending = bytearray()
+        self._small = bytearray()
         file, self._file = self._file, None
         if file is not None:
             with suppress(Exception):
@@ -139,26 +158,17 @@ class Upload:
             with suppress(OSError):
                 self._written_to.delete()
 
-    def _send(self) -> None:
-        if self._file is None:
-            target = self._written_to
-            target.make_parent()
-            self._file = target.attempt(lambda: target.system.open(target.path, "wb", block_size=self._part_bytes))
-        data = bytes(self._pending)
-        self._note(data)
-        self._pending.clear()
-        self.place.once(lambda: self._file.write(data))
-
-    def _note(self, data: bytes) -> None:
-        if self._digest is not None:
-            self._digest.add(data, whole=self._file is None)
+    def _opened(self) -> Any:
+        target = self._written_to
+        target.make_parent()
+        return target.attempt(lambda: target.system.open(target.path, "wb", block_size=self._part_bytes))
 
     def _verified(self) -> str:
         """The object's tag, once it is known to hold what was sent."""
         found = self.place.info()
         if found.size != self.size:
             raise self._differs(f"has {found.size} bytes after its upload, {self.size} were sent")
-        if self._digest is not None and found.tag == self._digest.text():
+        if found.tag and found.tag == self._digest.text():
             return found.tag
         crc = 0
         for start in range(0, self.size, CHUNK_BYTES):
@@ -172,18 +182,31 @@ class Upload:
 
 
 class _PartDigest:
-    """The tag S3 gives to an object whose parts are known: their MD5, or the MD5 of those of several parts."""
+    """The tag S3 gives to an object: the MD5 of its bytes, or of the MD5s of the parts it was sent in.
 
-    def __init__(self) -> None:
+    Empty where ``wanted`` says that the store has no such tags.
+    """
+
+    def __init__(self, wanted: object) -> None:
+        self._wanted = bool(wanted)
+        self._now = _md5()
         self._parts: list[bytes] = []
-        self._whole = False
 
-    def add(self, data: bytes, *, whole: bool) -> None:
-        self._whole = whole
-        self._parts.append(hashlib.md5(data, usedforsecurity=False).digest())
+    def add(self, data: bytes | bytearray | memoryview) -> None:
+        if self._wanted:
+            self._now.update(data)
+
+    def end_part(self) -> None:
+        self._parts.append(self._now.digest())
+        self._now = _md5()
 
     def text(self) -> str:
-        if self._whole:
-            return self._parts[0].hex()
-        joined = hashlib.md5(b"".join(self._parts), usedforsecurity=False)
-        return f"{joined.hexdigest()}-{len(self._parts)}"
+        if not self._wanted:
+            return ""
+        if not self._parts:
+            return str(self._now.hexdigest())
+        return f"{_md5(b''.join(self._parts)).hexdigest()}-{len(self._parts)}"
+
+
+def _md5(data: bytes = b"") -> Any:
+    return hashlib.md5(data, usedforsecurity=False)

@@ -14,6 +14,7 @@ from deepspeed_affine.storage.anywhere import (
     examine,
     is_within,
     join_output,
+    memory_elsewhere,
     open_output,
     point_at,
     recover,
@@ -171,6 +172,14 @@ def test_space_is_not_asked_for_elsewhere(target):
     require_space(target, 1 << 60, files=1 << 40)
 
 
+def test_memory_is_counted_for_what_is_elsewhere():
+    assert memory_elsewhere("/a", "/b", 8, 1 << 40) == 0
+    reading, writing = memory_elsewhere("s3://b/a", "/b", 4, 1 << 30), memory_elsewhere("/a", "s3://b/b", 4, 1 << 30)
+    assert memory_elsewhere("s3://b/a", "s3://b/b", 4, 1 << 30) == reading + writing <= 256 << 20
+    assert memory_elsewhere("/a", "s3://b/b", 4, 1000) == 4 * 4 * 1000
+    assert memory_elsewhere("/a", "s3://b/b", 1, 9000 * (20 << 20)) == 4 * (20 << 20)
+
+
 # Resuming
 
 
@@ -313,9 +322,7 @@ def test_it_is_kept_where_that_was_asked_for(store, target):
 def test_a_source_that_could_not_be_reached_is_no_bad_source(store, target):
     output = open_output(target, NEW)
     write(output, FILES, stop=4)
-    error = CheckpointFormatError("s3://x: cannot be read")
-    error.__cause__ = ConnectionError("the line went dead")
-    output.close(error)
+    output.close(OSError(5, "cannot be read (the line went dead)", "s3://x"))
     assert output.kept is not None
     assert run(target) == 4
 
