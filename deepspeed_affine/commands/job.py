@@ -109,7 +109,7 @@ def shared_output(
     try:
         if group.rank:
             job = group.first(str)
-            output = join_output(target, group.rank, identity, job=job)
+            output = join_output(target, group.rank, identity, job=job, patience=args.rank_timeout)
         else:
             output = open_output(
                 target,

@@ -29,6 +29,9 @@ PART_BYTES = 4 << 20
 """The store takes values of up to 8 MB."""
 
 SHORTEST_WAIT, LONGEST_WAIT = 0.002, 0.1
+START_SECONDS = 60.0
+"""How long the processes of a job wait for each other at the start, or longer where the timeout is."""
+
 STOP_SECONDS = 10.0
 """How long a failed job waits for its processes to stop; they look every fraction of a second."""
 
@@ -103,8 +106,8 @@ class SingleGroup:
 class JobGroup:
     """One of several processes. Leaving the ``with`` block tells the others that no more is to be heard of it.
 
-    ``connect`` gives the store all of them share; they must arrive there within ``timeout`` seconds, and whoever is
-    silent for as long later is lost.
+    ``connect`` gives the store all of them share, where they must arrive within ``start`` seconds; whoever is silent
+    for ``timeout`` seconds later is lost.
     """
 
     def __init__(
@@ -114,13 +117,14 @@ class JobGroup:
         size: int,
         timeout: float,
         *,
+        start: float = START_SECONDS,
         beat: float = BEAT_SECONDS,
         host: str | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
         self._host = socket.gethostname() if host is None else host
-        self._timeout = timeout
+        self._start = start
         self._link = Link(connect, rank, size, timeout, beat=beat)
         self._round = 0
         self._spent: list[str] = []
@@ -221,7 +225,7 @@ class JobGroup:
 
     def _meet(self) -> None:
         link, rank = self._link, self.rank
-        end = time.monotonic() + self._timeout
+        end = time.monotonic() + self._start
         keys = [f"host/{other}" for other in range(self.size)]
         while not link.reached.wait(LONGEST_WAIT):
             link.check()
@@ -239,7 +243,7 @@ class JobGroup:
 
     def _missing(self, fact: str) -> JobError:
         return JobError(
-            f"rank {self.rank} on {self._host}: {fact} after {self._timeout:g} s; expected {self.size} processes "
+            f"rank {self.rank} on {self._host}: {fact} after {self._start:g} s; expected {self.size} processes "
             "started together, as torchrun does. Is this meant to be the only one, unset WORLD_SIZE; else see why the "
             "others do not start, or wait longer with --rank-timeout."
         )
@@ -340,7 +344,8 @@ def open_group(timeout: float, environment: Mapping[str, str] = os.environ) -> I
         yield SingleGroup()
         return
     rank, size = place
-    with JobGroup(lambda: _job_store(timeout, environment), rank, size, timeout) as group:
+    start = max(timeout, START_SECONDS)
+    with JobGroup(lambda: _job_store(start, environment), rank, size, timeout, start=start) as group:
         yield group
 
 

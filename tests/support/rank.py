@@ -1,0 +1,54 @@
+"""``ds_to_universal`` as one process of a job, made to misbehave in the middle of its work; see ``ranks.py``.
+
+RANK_DOES is ``RANK:WHAT:MOMENT``: when that rank has finished its MOMENT-th file, it does WHAT. RANK_SLOW is how many
+seconds every file takes at least, so that there is a middle. RANK_OPTIONS is JSON, options of single ranks.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+from deepspeed_affine.cli import ds_to_universal
+from deepspeed_affine.storage.journal import Journal
+
+RANK = os.environ.get("RANK", "")
+WHO, WHAT, MOMENT = os.environ.get("RANK_DOES", "none:nothing:0").split(":")
+SLOW = float(os.environ.get("RANK_SLOW", "0"))
+LOCK = threading.Lock()
+REAL_RECORD = Journal.record
+done = 0
+
+
+def misbehave() -> None:
+    if WHAT in ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGINT"):
+        os.kill(os.getpid(), getattr(signal, WHAT))
+    elif WHAT == "EIO":
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "/the/disk")
+    elif WHAT == "ENOSPC":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/the/disk")
+    elif WHAT == "bug":
+        raise ZeroDivisionError("on purpose")
+
+
+def record(self, entry) -> None:
+    global done
+    if SLOW:
+        with LOCK:
+            time.sleep(SLOW)
+    REAL_RECORD(self, entry)
+    with LOCK:
+        done += 1
+        mine = done == int(MOMENT) and RANK == WHO
+    if mine:
+        misbehave()
+
+
+Journal.record = record
+options = json.loads(os.environ.get("RANK_OPTIONS", "{}")).get(RANK, [])
+sys.exit(ds_to_universal([*sys.argv[1:], *options]))
