@@ -23,6 +23,7 @@ __all__ = [
     "Settings",
     "compare_names",
     "compare_sizes",
+    "compare_spelling",
     "compare_sums",
     "damaged_file",
     "holds",
@@ -67,6 +68,7 @@ def verify_alone(folder: str, manifest: Manifest, settings: Settings) -> Outcome
         outcome.sampled = Sampled(sample, "file", sum(chosen.values()), sum(sizes.values()))
     with ByteReader() as reader:
         outcome.findings += compare_sums(folder, chosen, manifest, reader, settings)
+        outcome.findings += compare_spelling(folder, manifest, reader)
     if settings.quick:
         unread = [path for path in sizes if path not in chosen]
         outcome.findings += _unreadable_archives(folder, unread, names, settings.workers)
@@ -117,6 +119,14 @@ def compare_sums(
         elif crc != file.crc32:
             findings += damaged_file(folder, path, name)
     return findings
+
+
+def compare_spelling(folder: str, manifest: Manifest, reader: ByteReader) -> list[Finding]:
+    """A manifest that says what it should in other bytes than were written."""
+    path, expected = join(folder, MANIFEST_NAME), manifest.to_bytes()
+    if reader.size(path) == len(expected) and reader.read(path, 0, len(expected)) == expected:
+        return []
+    return [Finding("damaged", MANIFEST_NAME, "is not spelled as it was written, though it says the same")]
 
 
 def damaged_file(folder: str, path: str, name: Name) -> list[Finding]:

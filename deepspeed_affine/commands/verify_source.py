@@ -22,6 +22,7 @@ from deepspeed_affine.commands.verify_manifest import (
     Settings,
     compare_names,
     compare_sizes,
+    compare_spelling,
     compare_sums,
 )
 from deepspeed_affine.commands.verify_structure import Pairs, Planned, name_of_planned, read_structure
@@ -116,6 +117,7 @@ class _Proof:
             outcome.findings += compare_names(names, listing, "part of a conversion of the source")
             if manifest is not None:
                 outcome.findings += compare_sizes(manifest, listing)
+                outcome.findings += compare_spelling(self.folder, manifest, reader)
                 outcome.findings += _contradictions(manifest, plan, names)
                 outcome.notes += _other_layouts(manifest, plan)
             sizes = {path: size for path in names if (size := listing.get(path)) is not None}

@@ -85,17 +85,22 @@ def _record_damage(file: MetadataFile, records: ZipDirectory, record: ZipRecord)
     stop = start + record.size
     fits = stop <= records.directory_offset
     if header[:4] != b"PK\x03\x04" or header[_LOCAL_BYTES:] != name or lengths[0] != len(name) or not fits:
-        return Damage("header", f"the zip header of {text}", at, at + _LOCAL_BYTES + len(name))
+        said = f"the zip header of {text}, or the directory's entry for it"
+        return Damage("header", said, at, at + _LOCAL_BYTES + len(name))
     found = _sum(file, start, stop)
     after = file.pread(8, stop)
-    said = struct.unpack("<L", after[4:])[0] if len(after) == 8 and after[:4] == b"PK\x07\x08" else None
+    stated = struct.unpack("<L", after[4:])[0] if len(after) == 8 and after[:4] == b"PK\x07\x08" else None
+    ends = stated == found or (stated is None and after[:4] in (b"PK\x03\x04", b"PK\x01\x02"))
+    if found == record.crc32 and ends:
+        return None
+    usual = Record(name, at, record.size).data_offset
+    if start != usual and _sum(file, usual, usual + record.size) == record.crc32:
+        return Damage("header", f"the zip header of {text}", at, usual)
     if found == record.crc32:
-        if said == found or (said is None and after[:4] in (b"PK\x03\x04", b"PK\x01\x02")):
-            return None
         return Damage("header", f"the checksum after {text}", stop, stop + 8)
-    if said == found:
+    if stated == found:
         return Damage("directory", f"the zip directory, in its entry of {text}", *_directory_bytes(records))
-    if record.crc32 == 0 and not said:
+    if record.crc32 == 0 and not stated:
         # With checksums switched off there is nothing that could tell.
         return None
     return Damage(part, text, start, stop, key)
@@ -144,6 +149,11 @@ def _around(file: MetadataFile, records: ZipDirectory) -> Iterator[Damage]:
         unlike.append(Damage("directory", "the zip directory", start, end))
     if 0 < len(unlike) <= _MOST_PLACES:
         yield from unlike
+        return
+    unsure = [_named(record)[2] for record in ordered if record.size and not record.crc32]
+    if unsure:
+        more = f" and {len(unsure) - 1} more" if len(unsure) > 1 else ""
+        yield Damage("outside", f"a record without a checksum ({unsure[0]}{more}), or the zip around them", 0, 0)
     else:
         yield Damage("outside", "the zip around the records (headers, padding or directory), no tensor", 0, 0)
 
