@@ -7,7 +7,7 @@ by element, whoever wrote it. Nothing is rebuilt and nothing is written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +25,14 @@ from deepspeed_affine.commands.verify_manifest import (
     compare_spelling,
     compare_sums,
 )
-from deepspeed_affine.commands.verify_structure import Pairs, Planned, name_of_planned, read_structure
+from deepspeed_affine.commands.verify_structure import (
+    Pairs,
+    Planned,
+    Structure,
+    name_of_planned,
+    read_structure,
+    whole_storages,
+)
 from deepspeed_affine.errors import IntegrityError
 from deepspeed_affine.execute.checkpoint import Checkpoint, read_checkpoint
 from deepspeed_affine.execute.claims import SourceSums
@@ -169,13 +176,14 @@ class _Proof:
                 detail += f"{written.files[path].crc32:08x}"
                 outcome.findings.append(Finding("manifest", path, detail, *name_of_planned(planned[path])))
         unlike = {path: planned[path] for path in sizes if path in sink.unlike}
-        elements = self._structures(plan, unlike, reader)
+        structures = self._structures(unlike)
+        elements = self._pair(plan, structures, reader)
         elements.compare_all()
         self._judge(elements)
-        self._unexplained(unlike, sink.unlike, sizes, reader)
+        self._unexplained(plan, structures, sink.unlike, sizes, reader)
 
     def _sampled(self, plan: ConversionPlan, planned: Mapping[str, Planned], reader: ByteReader) -> None:
-        elements = self._structures(plan, planned, reader)
+        elements = self._pair(plan, self._structures(planned), reader)
         self.outcome.sampled = elements.compare_some()
         self.outcome.nbytes = self.outcome.sampled.nbytes
         suspects = elements.suspects() if self.source_crc else []
@@ -183,11 +191,14 @@ class _Proof:
         self.damaged = damaged_storages(SourceSums(suspects), reader, execution)
         self._judge(elements)
 
-    def _structures(self, plan: ConversionPlan, planned: Mapping[str, Planned], reader: ByteReader) -> Elements:
-        pairs = Pairs()
+    def _structures(self, planned: Mapping[str, Planned]) -> list[Structure]:
         with ThreadPoolExecutor(self.settings.workers) as pool:
-            for structure in pool.map(lambda file: read_structure(file, self.folder), planned.values()):
-                self.outcome.findings += [*structure.findings, *pairs.add(structure)]
+            return list(pool.map(lambda file: read_structure(file, self.folder), planned.values()))
+
+    def _pair(self, plan: ConversionPlan, structures: Iterable[Structure], reader: ByteReader) -> Elements:
+        pairs = Pairs()
+        for structure in structures:
+            self.outcome.findings += [*structure.findings, *pairs.add(structure)]
         return Elements(plan, pairs, reader, self.settings)
 
     def _judge(self, elements: Elements) -> None:
@@ -195,19 +206,31 @@ class _Proof:
         self.outcome.findings += elements.findings(damaged)
 
     def _unexplained(
-        self, unlike: Mapping[str, Planned], offsets: Mapping[str, int], sizes: Mapping[str, int], reader: ByteReader
+        self,
+        plan: ConversionPlan,
+        structures: Iterable[Structure],
+        offsets: Mapping[str, int],
+        sizes: Mapping[str, int],
+        reader: ByteReader,
     ) -> None:
-        """Files whose content is right and whose bytes are not those that would be written: another writer's, or
-        changed where no content is."""
-        explained = {finding.file for finding in self.outcome.findings}
-        left = [path for path in unlike if path not in explained]
-        known = {} if self.manifest is None else self.manifest.files
-        for path in left:
-            if isinstance(unlike[path], CopiedFile):
+        """Files whose objects are right and whose bytes are not those that would be written: another writer's, or
+        changed where no tensor shows it."""
+
+        def rest() -> list[Structure]:
+            explained = {finding.file for finding in self.outcome.findings}
+            return [structure for structure in structures if structure.planned.path not in explained]
+
+        elements = self._pair(plan, map(whole_storages, rest()), reader)
+        elements.compare_all()
+        self._judge(elements)
+        for structure in rest():
+            path = structure.planned.path
+            if isinstance(structure.planned, CopiedFile):
                 detail = f"is not the source's file: byte {offsets[path]} is the first that differs, outside of tensors"
                 self.outcome.findings.append(Finding("bytes", path, detail))
         if self.manifest is not None:
-            summed = {path: sizes[path] for path in left if path in known}
+            left = {structure.planned.path for structure in rest()}.intersection(self.manifest.files)
+            summed = {path: sizes[path] for path in sorted(left)}
             quiet = replace(self.settings, progress=False)
             self.outcome.findings += compare_sums(self.folder, summed, self.manifest, reader, quiet)
 

@@ -20,7 +20,7 @@ from deepspeed_affine.storage.files import ByteReader, join
 from deepspeed_affine.storage.pt_reader import load_pickle
 from deepspeed_affine.storage.refs import StorageRef, TensorRef
 
-__all__ = ["Pair", "Pairs", "Planned", "Structure", "name_of_planned", "read_structure"]
+__all__ = ["Pair", "Pairs", "Planned", "Structure", "name_of_planned", "read_structure", "whole_storages"]
 
 Planned = TensorFile | ObjectFile | CopiedFile
 _PLANNED_PATH = ""
@@ -85,6 +85,21 @@ def _expected(planned: Planned) -> Any:
     if planned.entries is None:
         return tensor
     return {key: tensor if key == planned.tensor_key else value for key, value in planned.entries}
+
+
+def whole_storages(structure: Structure) -> Structure:
+    """The storages behind tensors that are carried over, as tensors: they hold more than the tensors show."""
+    pairs = {(expected.storage, found.storage) for _, expected, found in structure.tensors if expected is not None}
+    tensors = [
+        (f"storage {found.key!r}", _flat(expected), _flat(found))
+        for expected, found in sorted(pairs, key=lambda pair: pair[1].byte_offset)
+        if (expected.dtype, expected.numel) == (found.dtype, found.numel)
+    ]
+    return Structure(structure.planned, (), tuple(tensors))
+
+
+def _flat(storage: StorageRef) -> TensorRef:
+    return TensorRef(storage, 0, (storage.numel,), (1,))
 
 
 @dataclass(slots=True)
