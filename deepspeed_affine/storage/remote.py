@@ -78,11 +78,9 @@ class Entry:
     weak_tag: str = ""
 
 
-def attempt(
-    action: Callable[[], _T], lock: AbstractContextManager[Any] | None = None, delays: Iterable[float] | None = None
-) -> _T:
+def attempt(action: Callable[[], _T], lock: AbstractContextManager[Any] | None, delays: Iterable[float]) -> _T:
     """What ``action`` returns, tried again after failures that may pass; raises OSError with its reason otherwise."""
-    waits = iter(DELAYS if delays is None else delays)
+    waits = iter(delays)
     while True:
         try:
             with nullcontext() if lock is None else lock:
@@ -194,12 +192,20 @@ class Place:
         return bool(self.protocols & _STREAMED)
 
     def attempt(self, action: Callable[[], _T]) -> _T:
-        """``attempt``, one call at a time where the file system may not stand several."""
-        return attempt(action, None if self._is_concurrent else _one_by_one)
+        """``attempt``, one call at a time where the file system may not stand several; errors name the URL."""
+        return self._attempt(action, DELAYS)
 
     def once(self, action: Callable[[], _T]) -> _T:
         """``attempt`` for what cannot be done twice."""
-        return attempt(action, None if self._is_concurrent else _one_by_one, ())
+        return self._attempt(action, ())
+
+    def _attempt(self, action: Callable[[], _T], delays: Iterable[float]) -> _T:
+        try:
+            return attempt(action, None if self._is_concurrent else _one_by_one, delays)
+        except OSError as error:
+            if error.filename is None:
+                error.filename = self.url
+            raise
 
     @property
     def _is_concurrent(self) -> bool:

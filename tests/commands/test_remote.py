@@ -14,6 +14,7 @@ from converting import convert
 from stores import Failing, before_s3_requests
 from synthetic import COLUMN, REPLICATED, ROW, ExpertLayer, Param, World, make, random_full
 
+from deepspeed_affine.cli import ds_affine
 from deepspeed_affine.storage import remote_sink
 from deepspeed_affine.storage.manifest import MANIFEST_NAME
 
@@ -136,7 +137,38 @@ def test_input_and_output_may_not_be_one(store, case, capsys):
     assert store.files() == before
 
 
+def test_the_other_commands_take_urls(store, case, capsys):
+    url, target = store.copy_in(case[0]), f"{store.url}/out"
+    assert convert(url, target) == 0
+    for arguments in (
+        ["inspect", url],
+        ["inspect", target],
+        ["verify", target],
+        ["verify", target, "--against", url],
+        ["diff", target, target],
+    ):
+        assert ds_affine(arguments) == 0, arguments
+    damaged = bytearray(store.files("out")["zero/norm/fp32.pt"])
+    damaged[damaged.index(b"data/0") + 100] ^= 1
+    store.write("out/zero/norm/fp32.pt", bytes(damaged))
+    capsys.readouterr()
+    assert ds_affine(["verify", target]) == 1
+    assert "zero/norm/fp32.pt" in capsys.readouterr().out
+
+
 # Failures
+
+
+def test_a_store_that_cannot_be_reached_is_named(store, case, monkeypatch, capsys):
+    source, _ = case
+    url = store.copy_in(source)
+    for name in ("ls", "info", "find", "cat_file"):
+        monkeypatch.setattr(store.system, name, Failing(getattr(store.system, name), lambda call, args: True))
+    for arguments in ((url, "out"), (source, f"{store.url}/out")):
+        assert convert(*arguments) == 2
+        (line,) = errors(capsys)
+        assert store.url in line
+        assert "the line went dead" in line
 
 
 def test_reads_that_fail_for_good_end_it_and_the_next_run_goes_on(store, case, monkeypatch, capsys):
@@ -286,6 +318,21 @@ def command(source, target, *options):
     )
     folders = ["--input_folder", source, "--output_folder", target]
     return [sys.executable, "-c", code, "--affine", "--json", *folders, *options]
+
+
+@pytest.mark.heavy
+def test_two_processes_share_a_conversion(s3, case):
+    source, expected = case
+    url, target = s3.copy_in(source), f"{s3.url}/out"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--no-python"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for options in ([], ["--overwrite", "--no-resume"]):
+        run = subprocess.run(
+            [*launcher, *command(url, target, *options)], capture_output=True, text=True, env=environment, check=False
+        )
+        assert run.returncode == 0, run.stderr
+        assert s3.files("out") == expected
+    assert not [name for name in s3.files() if name.startswith(".out.partial")]
 
 
 @pytest.mark.heavy

@@ -121,6 +121,16 @@ def test_without_a_manifest_it_is_not_complete_and_can_be_gone_on_with(store, ta
     assert "latest_universal" not in store.files()
 
 
+def test_a_marker_of_a_folder_is_nothing(s3):
+    """What a console leaves where somebody has made a folder."""
+    place = s3.place.below("out")
+    bucket, _, key = place.path.partition("/")
+    s3.system.call_s3("put_object", Bucket=bucket, Key=f"{key}/", Body=b"")
+    assert examine(place.url, NEW).kind == "absent"
+    run(place.url)
+    assert s3.files() == complete(FILES)
+
+
 def test_a_complete_output_is_refused_without_overwrite(store, target):
     run(target)
     before = store.files()
@@ -565,12 +575,22 @@ def state_of(store):
 
 
 @pytest.mark.parametrize("replaces", [False, True], ids=["new", "replacing"])
-def test_killed_at_any_step_the_next_run_finishes(store, target, monkeypatch, replaces):
+def test_killed_at_any_step_the_next_run_finishes(memory, monkeypatch, replaces):
+    kill_at_steps(memory, monkeypatch, replaces, range(10_000))
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("replaces", [False, True], ids=["new", "replacing"])
+def test_killed_at_many_steps_the_next_run_finishes(store, monkeypatch, replaces):
+    kill_at_steps(store, monkeypatch, replaces, range(0, 10_000, {"memory": 1, "file": 3, "s3": 4}[store.kind]))
+
+
+def kill_at_steps(store, monkeypatch, replaces, moments):
+    target = f"{store.url}/out"
     monkeypatch.setattr(remote_journal, "BATCH_FILES", 2)
     lifeline = Lifeline(store, monkeypatch)
     seen = set()
-    # Steps in memory are quick, so there it is every one of them.
-    for steps in range(0, 10_000, {"memory": 1, "file": 4, "s3": 5}[store.kind]):
+    for steps in moments:
         for path in store.place.walk():
             store.place.below(path).delete()
         if replaces:
