@@ -14,7 +14,9 @@ from typing import Any
 from deepspeed_affine.commands.guarded import guarded
 from deepspeed_affine.commands.interrupts import interruptible
 from deepspeed_affine.errors import PolicyError
-from deepspeed_affine.execute.distributed import Group, open_group
+from deepspeed_affine.execute.distributed import Group
+from deepspeed_affine.execute.launched import open_group
+from deepspeed_affine.execute.link import BEAT_SECONDS
 from deepspeed_affine.plan.conversion import ConversionPlan
 from deepspeed_affine.storage.anywhere import Output, join_output, open_output
 from deepspeed_affine.storage.manifest import identity_differences
@@ -24,6 +26,8 @@ __all__ = ["RANK_TIMEOUT", "agree", "in_job", "job_of", "plan_digest", "seconds"
 
 RANK_TIMEOUT = "DEEPSPEED_AFFINE_RANK_TIMEOUT"
 """The environment variable with the default of ``--rank-timeout``."""
+
+LEAST_SECONDS = 3 * BEAT_SECONDS
 
 OWN_OPTIONS = frozenset(
     {
@@ -130,11 +134,11 @@ def shared_output(
 
 
 def seconds(text: str) -> float:
-    """A number of seconds above zero, for argparse."""
+    """A number of seconds in which a process can have given some signs of life, for argparse."""
     try:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    if not LEAST_SECONDS <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds of at least {LEAST_SECONDS:g}")
     return number

@@ -1,29 +1,25 @@
-"""A conversion shared by the processes of an ordinary torch.distributed job, and the same flow in a single process.
+"""A conversion shared by several processes, and the same flow in a single one.
 
-The processes meet at the store that ``torchrun`` (or process 0, under another launcher) provides, and exchange a few
-small values there; tensors go through the shared file system only. A failure of one ends all: whoever waits for the
-others, or reads the next few megabytes, gets to know it.
+The processes meet at a store, and exchange a few small values there; tensors go through the shared file system only.
+A failure of one ends all: whoever waits for the others, or reads the next few megabytes, gets to know it.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from datetime import timedelta
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
-from deepspeed_affine.errors import AffineError, Faults, PolicyError
+from deepspeed_affine.errors import AffineError, Faults
 from deepspeed_affine.execute.link import BEAT_SECONDS, LAST_SECONDS, Failure, JobError, Link, Store
 
-__all__ = ["Group", "JobGroup", "SingleGroup", "open_group", "place_in_job"]
+__all__ = ["START_SECONDS", "Group", "JobGroup", "SingleGroup"]
 
 PART_BYTES = 4 << 20
 """The store takes values of up to 8 MB."""
@@ -34,6 +30,9 @@ START_SECONDS = 60.0
 
 STOP_SECONDS = 10.0
 """How long a failed job waits for its processes to stop; they look every fraction of a second."""
+
+QUIET_BEATS = 3
+"""Whoever has been silent for so long in a job that has failed is the reason for it, and is not waited for."""
 
 AFTERMATH_SECONDS = 0.5
 """By how much the process that failed ends before the others: launchers report the first that ends as the cause."""
@@ -125,6 +124,8 @@ class JobGroup:
         self.size = size
         self._host = socket.gethostname() if host is None else host
         self._start = start
+        self._timeout = timeout
+        self._quiet = min(timeout, QUIET_BEATS * beat)
         self._link = Link(connect, rank, size, timeout, beat=beat)
         self._round = 0
         self._spent: list[str] = []
@@ -148,12 +149,12 @@ class JobGroup:
         link.leave()
         failure = link.failure
         if failure is not None and not self._alone:
-            self._await_others()
+            self._await_others(self._quiet)
             if failure.rank != self.rank:
                 time.sleep(AFTERMATH_SECONDS)
         elif self.rank == 0:
             # The store may be in this process, and the others have yet to read there that all went well.
-            self._await_others()
+            self._await_others(self._quiet)
         link.close()
 
     @property
@@ -212,13 +213,8 @@ class JobGroup:
             told = self._explained(error)
             if self._link.failure is None:
                 self._link.report(Failure.of(told, self.rank, self.names[self.rank]))
-            staying = self._await_others() if self.rank == 0 else []
-            if staying:
-                who = ", ".join(self._link.names[other] for other in staying)
-                raise JobError(
-                    f"{told}\n{who}: has not stopped after {STOP_SECONDS:g} s, so nothing is removed. Stop it, then "
-                    "run the same command again."
-                ) from error
+            if self.rank == 0:
+                self._await_writers(told)
             if told is not error:
                 raise told from error
             raise
@@ -262,12 +258,27 @@ class JobGroup:
             "killed, or the job was cancelled; see what the others and the launcher say. The same command resumes."
         )
 
-    def _await_others(self) -> list[int]:
-        """Who has not stopped a while after the first call."""
+    def _await_writers(self, told: BaseException) -> None:
+        """Nobody writes any more into what this process is about to remove; JobError where that cannot be had."""
+        failure = self._link.failure
+        if failure is None or failure.kind == JobError.__name__:
+            # Nothing is removed after those.
+            self._await_others(self._quiet)
+            return
+        staying = self._await_others(self._timeout)
+        if staying:
+            who = ", ".join(self.names[other] for other in staying)
+            raise JobError(
+                f"{told}\n{who}: has not stopped after {STOP_SECONDS:g} s, so nothing is removed. Stop it, then run "
+                "the same command again."
+            ) from told
+
+    def _await_others(self, quiet: float) -> list[int]:
+        """Who has not stopped a while after the first call, nor has been silent for longer than ``quiet`` seconds."""
         self._stop_by = self._stop_by or time.monotonic() + STOP_SECONDS
         wait = SHORTEST_WAIT
         while True:
-            staying = self._link.staying()
+            staying = self._link.staying(quiet)
             if not staying or time.monotonic() >= self._stop_by:
                 return staying
             time.sleep(wait)
@@ -311,57 +322,6 @@ class JobGroup:
     def _ask(self, request: Callable[[Store], T]) -> T:
         self.check()
         return self._link.ask(request, anyway=LAST_SECONDS if self._alone else 0.0)
-
-
-def place_in_job(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """Rank and size of the torch.distributed job this process was started in; None for a process on its own.
-
-    A launcher sets four variables. Where one is missing (an allocation that only knows the number of its tasks, say)
-    this is an ordinary process.
-    """
-    found = [environment.get(name, "") for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")]
-    if not all(found):
-        return None
-    try:
-        size, rank = int(found[0]), int(found[1])
-        if size <= 1:
-            return None
-        if not 0 <= rank < size:
-            raise ValueError
-    except ValueError as error:
-        raise PolicyError(
-            f"WORLD_SIZE={found[0]!r} and RANK={found[1]!r} in the environment: are not a number of processes and one "
-            "of them. Start with torchrun, or unset WORLD_SIZE to convert in this process alone."
-        ) from error
-    return rank, size
-
-
-@contextmanager
-def open_group(timeout: float, environment: Mapping[str, str] = os.environ) -> Iterator[Group]:
-    """The group of the job this process belongs to; without a job, the group of this process alone."""
-    place = place_in_job(environment)
-    if place is None:
-        yield SingleGroup()
-        return
-    rank, size = place
-    start = max(timeout, START_SECONDS)
-    with JobGroup(lambda: _job_store(start, environment), rank, size, timeout, start=start) as group:
-        yield group
-
-
-def _job_store(timeout: float, environment: Mapping[str, str]) -> Store:
-    if "torch" not in sys.modules:
-        # What it would print when the store goes, with addresses of its own functions, is said here in a line.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    import torch.distributed as dist
-
-    store = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))[0]  # type: ignore[attr-defined]
-    # Several conversions may follow each other in one job, and one job may start its processes again.
-    restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    job = f"deepspeed_affine/{restarts}"
-    run = store.add(f"{job}/runs/{environment['RANK']}", 1)
-    found: Store = dist.PrefixStore(f"{job}/{run}", store)  # type: ignore[attr-defined]
-    return found
 
 
 def _ignore_terminations() -> None:

@@ -87,7 +87,8 @@ class Failure:
             kind = type(error).__name__
         else:
             kind = "JobError"
-        return cls(rank, rank, kind, f"{where} failed: {lines[0]}{more}")
+        names_it = lines[0].startswith(where)
+        return cls(rank, rank, kind, f"{lines[0]}{more}" if names_it else f"{where} failed: {lines[0]}{more}")
 
     @classmethod
     def parse(cls, data: bytes) -> Failure:
@@ -188,17 +189,20 @@ class Link:
 
         self._anyway(say)
 
-    def staying(self) -> list[int]:
-        """Who has neither left nor is lost; nobody where that cannot be known any more."""
-        others = [other for other in range(self.size) if other != self.rank]
-        values = self._anyway(lambda store: store.multi_get([_pulse(other) for other in others]))
+    def staying(self, quiet: float) -> list[int]:
+        """Who of those that are watched has neither left nor been silent for more than ``quiet`` seconds.
+
+        Nobody where that cannot be known any more.
+        """
+        others = list(self._watched)
+        values = self._anyway(lambda store: store.multi_get([*map(_pulse, others)])) if others else None
         if values is None:
             return []
-        lost = {other for other, pulse in self._watched.items() if pulse.silent > self._timeout}
+        gone = {other for other in others if self._watched[other].silent > quiet}
         if self.failure is not None and self.failure.by != self.failure.rank:
-            lost.add(self.failure.rank)
+            gone.add(self.failure.rank)
         found = zip(others, values, strict=True)
-        return [other for other, value in found if bytes(value) != LEFT and other not in lost]
+        return [other for other, value in found if bytes(value) != LEFT and other not in gone]
 
     def close(self) -> None:
         """After this the store is not used any more."""

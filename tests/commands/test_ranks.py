@@ -2,14 +2,17 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
 from converting import is_flat, leftovers, wrong
-from ranks import Job, alone, arguments, by_hand, torchrun
+from ranks import Job, alone, arguments, by_hand, environment, torchrun
 from synthetic import COLUMN, Cut, ExpertLayer, Param, World, make, random_full
 
 pytestmark = pytest.mark.real
@@ -88,13 +91,11 @@ def assert_others_say(ended, failed, fact):
         assert not end.out or rank == 0
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(("world", "size"), [*((world, 2) for world in WORLDS), ("zero1_tp2", 3), ("zero3", 3)])
-def test_torchrun_writes_what_one_process_writes(tmp_path, world, size):
+def assert_shared_as_alone(tmp_path, world, size, start):
     made = WORLDS[world]()
     source = made.save(tmp_path / "in")
     assert alone(arguments(source, tmp_path / "right")).code == 0
-    shared = torchrun(size, arguments(source, tmp_path / "out", "--json"))
+    shared = start(size, arguments(source, tmp_path / "out", "--json"))
     assert shared.code == 0, shared.err
     assert_finished(tmp_path, contents(tmp_path / "right"))
     assert wrong(made, tmp_path / "out", flat=is_flat(made)) == []
@@ -103,6 +104,27 @@ def test_torchrun_writes_what_one_process_writes(tmp_path, world, size):
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file() and path.name != "affine_manifest.json"]
     assert result["bytes_written"] == sum(path.stat().st_size for path in files)
     assert result["reused_files"] == 0
+
+
+@pytest.mark.parametrize(
+    ("world", "size"), [pytest.param("zero1_tp2", 2, marks=pytest.mark.quick), ("zero1_tp2", 3), ("zero3", 3)]
+)
+def test_torchrun_writes_what_one_process_writes(tmp_path, world, size):
+    assert_shared_as_alone(tmp_path, world, size, torchrun)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_several_processes_write_what_one_writes(tmp_path, world, size):
+    assert_shared_as_alone(tmp_path, world, size, lambda count, command: by_hand(count, command)[0])
+
+
+def test_the_module_can_be_started_by_its_name(tmp_path, source, right):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += ["-m", "deepspeed_affine", *arguments(source, tmp_path / "out")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert_finished(tmp_path, right)
 
 
 def test_more_processes_than_there_is_work(tmp_path):
@@ -416,3 +438,43 @@ def test_all_come_to_the_same_decision_about_identical_shards(tmp_path, policy):
         assert_others_say(ended, 0, names[0])
         return
     assert_finished(tmp_path, contents(tmp_path / "right"))
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("world", ["zero1_tp2", "zero3"])
+def test_a_kill_at_a_random_moment_costs_nothing(tmp_path, world):
+    """Of one process, or of all at once; then another number of them goes on. Some jobs are torchrun's."""
+    source = WORLDS[world]().save(tmp_path / "in")
+    assert alone(arguments(source, tmp_path / "right")).code == 0
+    right = contents(tmp_path / "right")
+    command = arguments(source, tmp_path / "out", "--json", "--rank-timeout", "3")
+    began = time.monotonic()
+    assert by_hand(2, arguments(source, tmp_path / "timed"), RANK_SLOW="0.03")[0].code == 0
+    whole = time.monotonic() - began
+    seed = int(os.environ.get("DEEPSPEED_AFFINE_SEED", "20261130"))
+    print("seed", seed)
+    moments = random.Random(f"{seed} {world}")
+    stopped = reused = 0
+    for turn in range(15):
+        size = moments.choice([2, 3])
+        who = moments.choice(["all", *range(size)])
+        # At a moment of the clock, or when it has written some of its files.
+        moment = f"{moments.uniform(0.1, 0.9) * whole:.3f}s" if turn % 3 else moments.randrange(1, len(right) // size)
+        does = f"{who}:SIGKILL:{moment}"
+        variables = {"RANK_DOES": does, "RANK_SLOW": "0.03"}
+        if turn % 5 == 4:
+            codes = [torchrun(size, command, **variables).code]
+        else:
+            codes = [ended.code for ended in by_hand(size, command, **variables).values()]
+        stopped += any(codes)
+        if (tmp_path / "out").exists():
+            assert contents(tmp_path / "out") == right
+        last = by_hand(moments.choice([2, 3]), command)[0] if turn % 2 else alone(command)
+        assert last.code == 0, (does, last.err)
+        reused += last.result.get("reused_files", 0)
+        assert_finished(tmp_path, right)
+        shutil.rmtree(tmp_path / "out")
+        (tmp_path / "latest_universal").unlink()
+    # The test is worth nothing where kills come too early or too late.
+    assert stopped >= 7
+    assert reused >= 15

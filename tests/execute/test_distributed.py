@@ -14,8 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults, IntegrityError, PolicyError
-from deepspeed_affine.execute import distributed
-from deepspeed_affine.execute.distributed import JobGroup, SingleGroup, open_group, place_in_job
+from deepspeed_affine.execute import distributed, launched
+from deepspeed_affine.execute.distributed import JobGroup, SingleGroup
+from deepspeed_affine.execute.launched import open_group, place_in_job
 from deepspeed_affine.execute.link import Failure, JobError
 from deepspeed_affine.execute.shared import CheckedReader
 
@@ -446,7 +447,7 @@ def test_several_conversions_in_one_job_do_not_hear_each_other(store, monkeypatc
         monkeypatch.setattr(dist, "rendezvous", lambda url, timeout: iter([(client(store), 0, 2)]))
         answers = []
         for turn in range(2):
-            group = JobGroup(lambda: distributed._job_store(5.0, environment), rank, 2, 5.0, beat=BEAT)
+            group = JobGroup(lambda: launched._job_store(5.0, environment), rank, 2, 5.0, beat=BEAT)
             with group:
                 answers.append(group.gather([turn, rank]))
         return answers

@@ -1,7 +1,8 @@
 """``ds_to_universal`` as one process of a job, made to misbehave in the middle of its work; see ``ranks.py``.
 
-RANK_DOES is ``RANK:WHAT:MOMENT``: when that rank has finished its MOMENT-th file, it does WHAT. RANK_SLOW is how many
-seconds every file takes at least, so that there is a middle. RANK_OPTIONS is JSON, options of single ranks.
+RANK_DOES is ``RANK:WHAT:MOMENT``: when that rank (or every, ``all``) has finished its MOMENT-th file, or ``0.5s`` after
+it began, it does WHAT. RANK_SLOW is how many seconds every file takes at least, so that there is a middle. RANK_OPTIONS
+is JSON, options of single ranks.
 """
 
 from __future__ import annotations
@@ -44,11 +45,15 @@ def record(self, entry) -> None:
     REAL_RECORD(self, entry)
     with LOCK:
         done += 1
-        mine = done == int(MOMENT) and RANK == WHO
-    if mine:
+        mine = str(done) == MOMENT
+    if mine and WHO in (RANK, "all"):
         misbehave()
 
 
 Journal.record = record
+if MOMENT.endswith("s") and WHO in (RANK, "all"):
+    timer = threading.Timer(float(MOMENT[:-1]), misbehave)
+    timer.daemon = True
+    timer.start()
 options = json.loads(os.environ.get("RANK_OPTIONS", "{}")).get(RANK, [])
 sys.exit(ds_to_universal([*sys.argv[1:], *options]))
