@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from converting import bits
-from held import Held
+from held import Held, Runs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,14 +40,6 @@ def gathered(file, pieces, chunk):
             assert crc == zlib.crc32(pieces.flats[index].view(torch.uint8).numpy()[low:high])
         parts.append(torch.from_numpy(words.view(np.uint8)).view(getattr(torch, file.dtype)))
     return torch.cat(parts) if parts else torch.empty(0)
-
-
-class Runs:
-    def __init__(self):
-        self.runs = []
-
-    def add(self, index, start, stop, crc32):
-        self.runs.append((index, start, stop, crc32))
 
 
 @st.composite

@@ -5,7 +5,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from held import Held
+from held import Held, Runs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,14 +14,6 @@ from deepspeed_affine.execute.gather import word_of
 from deepspeed_affine.ir import AffinePiece
 
 DTYPES = ["uint8", "bfloat16", "float32", "float64", "complex64", "complex128"]
-
-
-class Runs:
-    def __init__(self):
-        self.runs = []
-
-    def add(self, index, start, stop, crc32):
-        self.runs.append((index, start, stop, crc32))
 
 
 @st.composite

@@ -27,3 +27,13 @@ class Held(PieceReader):
         assert 0 <= start <= start + len(out) <= data.nbytes
         self.reads.append((index, start, start + len(out)))
         out[:] = data.data[start : start + len(out)]
+
+
+class Runs:
+    """Notes the dense runs that were read, as a converter's log does."""
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[int, int, int, int]] = []
+
+    def add(self, index, start, stop, crc32):
+        self.runs.append((index, start, stop, crc32))
