@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deepspeed_affine.commands.agreement import check_groups, check_model_files
 from deepspeed_affine.commands.module_tensors import ModuleTensors
 from deepspeed_affine.commands.outputs import copied_files, object_files
 from deepspeed_affine.commands.tensor_files import BARE, ConversionOptions, Entries, Source, TensorFiles
@@ -67,6 +68,7 @@ class _Builder:
 
     def build(self) -> tuple[ConversionPlan, tuple[Suspect, ...]]:
         checkpoint, files = self.checkpoint, self.files
+        check_model_files(checkpoint, self.info)
         faults = Faults()
         for name in sorted({*checkpoint.shapes, *checkpoint.states}):
             _collect(faults, self._optimized, name)
@@ -80,6 +82,7 @@ class _Builder:
         for file in (*folder.layer_files, *folder.expert_files, *folder.expert_optim_files):
             _collect(faults, files.check, file.path)
         faults.raise_if_any()
+        check_groups(checkpoint, files)
         self._require_all()
         self._report_unused()
         self._report_empty()

@@ -107,7 +107,8 @@ class ModuleTensors:
     def _unsliced(self) -> dict[str, _Unsliced]:
         checkpoint = self.checkpoint
         everything = self.files.options.rules.skips_absent_states or checkpoint.stage == 0
-        written = {task.param for task in self.files.tensors if task.state == FP32}
+        # A parameter with slices that is not planned was refused.
+        written = {task.param for task in self.files.tensors if task.state == FP32}.union(checkpoint.states)
         found: dict[str, _Unsliced] = {}
         for file in checkpoint.model_files:
             wanted = {*checkpoint.shapes, *file.frozen_shapes}

@@ -10,6 +10,7 @@ from deepspeed_affine.errors import CheckpointFormatError, IntegrityError, Unsup
 from deepspeed_affine.ir import SCALE_POWER_BY_STATE, AffinePiece, ParamAffineMap
 from deepspeed_affine.lowering import keys
 from deepspeed_affine.lowering.policy import OnDrift, ScaledStates
+from deepspeed_affine.lowering.reading import as_mapping
 from deepspeed_affine.lowering.states import ParamStates, ShardKey, StoredScalar, shape_numel
 from deepspeed_affine.lowering.stock_rules import StockRules
 from deepspeed_affine.lowering.zero import Fragment, StoredTensor, fragment_pieces
@@ -63,6 +64,7 @@ class TensorFiles:
         self.notes: list[str] = []
         self.layouts: dict[str, ParamAffineMap] = {}
         self._storages: dict[StorageRef, int] = {}
+        self._numbers: dict[TensorRef, tuple[str, bytes]] = {}
 
     @property
     def storages(self) -> tuple[SourceStorage, ...]:
@@ -86,7 +88,9 @@ class TensorFiles:
 
     def check(self, path: str) -> None:
         """The file at ``path`` belongs to the checkpoint and nothing is taken from it: its checksums are verified."""
-        for ref in load_checkpoint_file(path).archive.storages.values():
+        loaded = load_checkpoint_file(path)
+        as_mapping(loaded.root, "what it holds", path)
+        for ref in loaded.archive.storages.values():
             if ref.nbytes:
                 self._storages.setdefault(ref, len(self._storages))
 
@@ -184,29 +188,46 @@ class TensorFiles:
     def scalar(self, name: str, state: str, values: Sequence[StoredScalar], *, write: bool) -> None:
         """The ranks' values of a state that is one number agree; with ``write``, its file is planned."""
         first = values[0]
-        expected = _scalar_bytes(first.value)
         for other in values[1:]:
-            if _scalar_bytes(other.value) == expected:
-                continue
             ours, theirs = (
                 f"{value.shard.label(self.pp_degree)}, dp {value.rank} ({value.file})" for value in (first, other)
             )
-            fact = f"parameter {name!r}: state {state!r} differs between {ours} and {theirs}"
-            if self.options.on_drift is OnDrift.FIRST:
-                self.notes.append(f"{fact}; the first is written")
+            subject = f"parameter {name!r}, {ours} and {theirs}: state {state!r}"
+            if not self.same_number(subject, first.value, other.value, param=name, rank=other.rank, file=other.file):
                 break
-            raise IntegrityError(
-                f"{fact}; every rank must agree. One of the files belongs to another step, or a rank skipped an "
-                "update: take all files from one save, or convert the first rank's value with --on-drift first.",
-                param=name,
-                rank=other.rank,
-                file=other.file,
-            )
         if write:
             stored = (source_storage(first.value.storage),) if isinstance(first.value, TensorRef) else ()
             self.objects.append(
                 ObjectFile(state_path(name, state), first.value, storages=stored, param=name, state=state)
             )
+
+    def same_number(
+        self, subject: str, ours: Any, theirs: Any, *, param: str, file: str, rank: int | None = None
+    ) -> bool:
+        """Whether two ranks' numbers are the same bytes; if not, that is refused or, where the user chose so, noted."""
+        if self._number(ours) == self._number(theirs):
+            return True
+        fact = f"{subject} differs"
+        if self.options.on_drift is OnDrift.FIRST:
+            self.notes.append(f"{fact}; the first is written")
+            return False
+        raise IntegrityError(
+            f"{fact}; every rank must agree. One of the files belongs to another step, or a rank skipped an "
+            "update: take all files from one save, or convert the first rank's value with --on-drift first.",
+            param=param,
+            rank=rank,
+            file=file,
+        )
+
+    def _number(self, value: Any) -> tuple[str, bytes]:
+        """The bytes of a number; one stored for a whole group of parameters is read once."""
+        if not isinstance(value, TensorRef):
+            return type(value).__name__, repr(value).encode()
+        if value not in self._numbers:
+            with ByteReader() as reader:
+                found = reader.read(value.storage.path, value.byte_offset, value.nbytes)
+            self._numbers[value] = (value.dtype, found)
+        return self._numbers[value]
 
     def _scale_power(self, name: str, state: str) -> int | None:
         """The power of the scale by which ``state`` is to be divided, or None where zeros are written instead."""
@@ -255,13 +276,6 @@ def _copies(name: str, state: str, found: Iterable[Fragment]) -> list[list[Fragm
 
 def _dtype(tensor: StoredTensor) -> str:
     return str(getattr(tensor, "dtype", ""))
-
-
-def _scalar_bytes(value: Any) -> tuple[str, bytes]:
-    if not isinstance(value, TensorRef):
-        return type(value).__name__, repr(value).encode()
-    with ByteReader() as reader:
-        return value.dtype, reader.read(value.storage.path, value.byte_offset, value.nbytes)
 
 
 def _rescaled(pieces: tuple[AffinePiece, ...], power: int) -> tuple[AffinePiece, ...]:

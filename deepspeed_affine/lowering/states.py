@@ -8,12 +8,12 @@ none is assumed to exist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from deepspeed_affine.errors import CheckpointFormatError, UnsupportedLayoutError
 from deepspeed_affine.lowering.reading import as_count, as_mapping, as_stored, refuse
+from deepspeed_affine.lowering.state_table import ParamStates, Place, ShardKey, StateTable, StoredScalar
 from deepspeed_affine.lowering.zero import Fragment, zero3_interval
 
 __all__ = [
@@ -30,91 +30,6 @@ __all__ = [
 FP32 = "fp32"
 STEP = "step"
 MUON_STATE = "momentum_buffer"
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class ShardKey:
-    """Which shard a fragment belongs to: its pipeline stage and its tensor-parallel rank."""
-
-    pp: int
-    tp: int
-
-    def label(self, pp_degree: int, axis: str = "tp") -> str:
-        return f"{axis} {self.tp}" if pp_degree == 1 else f"pp {self.pp}, {axis} {self.tp}"
-
-
-@dataclass(frozen=True, slots=True)
-class StoredScalar:
-    """One rank's value of a state that is one number: a number, or a stored zero-dimensional tensor."""
-
-    shard: ShardKey
-    rank: int
-    value: Any
-    file: str
-
-
-@dataclass(slots=True)
-class ParamStates:
-    """What the optimizer files hold of one parameter.
-
-    ``tensors[state][shard]`` lists fragments in the order they were read, which tile the shard together;
-    ``whole[state][shard]`` lists fragments each of which is the whole shard (Muon's momentum);
-    ``scalars[state]`` lists every rank's value of a state that is one number.
-    """
-
-    tensors: dict[str, dict[ShardKey, list[Fragment]]] = field(default_factory=dict)
-    whole: dict[str, dict[ShardKey, list[Fragment]]] = field(default_factory=dict)
-    scalars: dict[str, list[StoredScalar]] = field(default_factory=dict)
-    group: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where one file's part of a parameter belongs: under which name, in which shard, and which of its fragments."""
-
-    name: str
-    shard: ShardKey
-    rank: int
-
-
-class StateTable:
-    """All parameters the optimizer files know, in the order the files name them."""
-
-    def __init__(self) -> None:
-        self.params: dict[str, ParamStates] = {}
-        self.empty_states: set[str] = set()
-        self.stateless_groups: set[int] = set()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.params
-
-    def __getitem__(self, name: str) -> ParamStates:
-        return self.params[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.params)
-
-    def get(self, name: str) -> ParamStates | None:
-        return self.params.get(name)
-
-    def add_fragment(self, at: Place, state: str, fragment: Fragment, group: int) -> None:
-        self._entry(at, group).tensors.setdefault(state, {}).setdefault(at.shard, []).append(fragment)
-
-    def add_whole(self, at: Place, state: str, fragment: Fragment, group: int) -> None:
-        self._entry(at, group).whole.setdefault(state, {}).setdefault(at.shard, []).append(fragment)
-
-    def add_scalar(self, at: Place, state: str, value: Any, group: int, file: str) -> None:
-        self._entry(at, group).scalars.setdefault(state, []).append(StoredScalar(at.shard, at.rank, value, file))
-
-    def _entry(self, at: Place, group: int) -> ParamStates:
-        entry = self.params.setdefault(at.name, ParamStates(group=group))
-        if entry.group != group:
-            raise CheckpointFormatError(
-                f"parameter {at.name!r}: is in parameter group {entry.group} and in group {group}; one is expected in "
-                "every file. The files come from different saves: take all of them from one.",
-                param=at.name,
-            )
-        return entry
 
 
 def read_zero12(
@@ -150,6 +65,7 @@ def read_zero12(
             table.stateless_groups.add(group)
         flat: dict[str, Any] = {FP32: masters[group], **group_state}
         slices = _slices(as_mapping(mapping, "an entry of 'param_slice_mappings'", file), file)
+        table.add_group(group, [place(name) for name, (_, numel) in slices.items() if numel], flat, file)
         whole = {
             state: offsets
             for state, value in flat.items()
@@ -207,6 +123,7 @@ def read_zero3(
             table.stateless_groups.add(index)
         count, own_rank = partitions[index] if index < len(partitions) else (dp_degree, None)
         flat: dict[str, Any] = {FP32: masters[index], **group_state}
+        table.add_group(index, [place(name) for name, shape in shapes.items() if shape_numel(shape)], flat, file)
         start = 0
         for name, shape in shapes.items():
             at = place(name)
@@ -361,9 +278,10 @@ def _slices(mapping: Mapping[str, Any], file: str) -> dict[str, tuple[int, int]]
 
 def _slice(address: Any, name: str, file: str) -> tuple[int, int]:
     start, numel = getattr(address, "start", None), getattr(address, "numel", None)
-    if type(start) is not int or type(numel) is not int:
+    if type(start) is not int or type(numel) is not int or start < 0 or numel < 0:
+        found = address if start is None else f"{numel!r} elements from {start!r} on"
         raise CheckpointFormatError(
-            f"{file}: the slice of parameter {name!r} is {address!r}; a start and a number of elements are "
+            f"{file}: the slice of parameter {name!r} is {found}; a start and a number of elements are "
             "expected. The file is damaged: use another checkpoint.",
             param=name,
             file=file,

@@ -122,8 +122,12 @@ def list_folder(path: str) -> list[FolderEntry]:
     found = []
     with os.scandir(path) as entries:
         for entry in entries:
-            regular = entry.is_file()
-            found.append(FolderEntry(entry.name, entry.stat().st_size if regular else None, entry.is_dir()))
+            try:
+                regular, folder = entry.is_file(), entry.is_dir()
+                found.append(FolderEntry(entry.name, entry.stat().st_size if regular else None, folder))
+            except OSError:
+                # A link to itself; one to nothing is no error.
+                found.append(FolderEntry(entry.name, None))
     return sorted(found, key=lambda entry: entry.name)
 
 

@@ -176,6 +176,7 @@ def survey_folder(path: str | os.PathLike[str]) -> tuple[CheckpointFolder, Folde
     entries, keeper = _list(folder)
     faults = FolderFaults()
     files: list[CheckpointFile] = []
+    irregular: set[str] = set()
     others: list[str] = []
     for entry in entries:
         parsed = parse_name(entry.name)
@@ -184,21 +185,22 @@ def survey_folder(path: str | os.PathLike[str]) -> tuple[CheckpointFolder, Folde
             continue
         file_path = join(folder, entry.name)
         if entry.size is None:
-            what = "a folder" if entry.is_folder else "a link to nothing"
+            what = "a folder" if entry.is_folder else "a link to nothing, or no regular file"
             faults.add(_fault(file_path, f"is {what}; expected a checkpoint file. Copy the file itself"))
-            continue
-        if entry.size == 0:
+            irregular.add(file_path)
+        elif entry.size == 0:
             faults.add(_fault(file_path, "is empty; expected a checkpoint file. Copy it again"))
-        files.append(parse_name(entry.name, file_path, entry.size) or parsed)
-    if not files:
+        files.append(parse_name(entry.name, file_path, entry.size or 0) or parsed)
+    if len(files) == len(irregular):
         faults.raise_if_any()
         raise _not_a_checkpoint(folder, entries)
     files.sort(key=lambda file: file.place)
-    preload(file.path for file in files)
+    preload(file.path for file in files if file.path not in irregular)
     _check_contradictions(folder, files, faults)
     world = _stated_world(files, faults)
     without_sequence_ranks(files, *world)
     dp_degree, mp_degree = _check_grids(folder, files, world, faults)
+    files = [file for file in files if file.path not in irregular]
     offloaded = _offloaded(folder, entries)
     others.sort()
     found = CheckpointFolder(folder, tuple(files), dp_degree, mp_degree, offloaded, tuple(others), keeper)

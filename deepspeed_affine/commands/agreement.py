@@ -1,0 +1,118 @@
+"""What every rank's files say of the whole, compared: they are of one save, or one of them is refused by name.
+
+Where ranks hold the same elements the bytes are compared later. Here it is what a rank says without holding the
+others' elements: the layout, the order of parameters, which states there are, their precision, and the step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed_affine.commands.tensor_files import TensorFiles
+from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults
+from deepspeed_affine.execute.checkpoint import Checkpoint, ModelFile
+from deepspeed_affine.execute.model_file import UC_INFO
+from deepspeed_affine.lowering.reading import as_mapping
+from deepspeed_affine.lowering.state_table import GroupRecord
+from deepspeed_affine.lowering.uc_info import UcInfo
+
+__all__ = ["check_groups", "check_model_files"]
+
+
+def check_model_files(checkpoint: Checkpoint, info: UcInfo) -> None:
+    """Every model-state file records the layout ``info`` of the first one, and its data-parallel ranks one order.
+
+    Raises CheckpointFormatError listing every file that does not.
+    """
+    faults = Faults()
+    first = checkpoint.model_files[0]
+    by_shard: dict[object, ModelFile] = {}
+    for file in checkpoint.model_files:
+        if not _same_info(file, first, info):
+            faults.add(
+                CheckpointFormatError(
+                    f"{file.path}: its {UC_INFO!r} describes other layouts than that of {first.path}; every rank must "
+                    "record the same. The files come from different saves: take all of them from one.",
+                    file=file.path,
+                )
+            )
+        known = by_shard.setdefault(file.shard, file)
+        if _order(file, checkpoint) != _order(known, checkpoint):
+            faults.add(
+                CheckpointFormatError(
+                    f"{file.path}: its 'param_shapes' list other parameters, shapes or groups than those of "
+                    f"{known.path}, another data-parallel rank's; every rank must record the same. The files come from "
+                    "different saves: take all of them from one.",
+                    file=file.path,
+                )
+            )
+    faults.raise_if_any()
+
+
+def check_groups(checkpoint: Checkpoint, files: TensorFiles) -> None:
+    """Of every parameter group each optimizer file has the same states, in one precision, and the same numbers.
+
+    Raises one error listing every file that differs from the first of its group.
+    """
+    faults = Faults()
+    first: dict[tuple[int, int], GroupRecord] = {}
+    for record in checkpoint.states.groups:
+        known = first.setdefault((record.places[0].shard.pp, record.group), record)
+        for state in sorted({*known.states, *record.states}):
+            try:
+                _check_state(record, known, state, files)
+            except AffineError as fault:
+                faults.add(fault)
+    faults.raise_if_any()
+
+
+def _check_state(record: GroupRecord, known: GroupRecord, state: str, files: TensorFiles) -> None:
+    ours, theirs = known.states.get(state), record.states.get(state)
+    if (ours is None) != (theirs is None):
+        lacking, having = (known, record) if ours is None else (record, known)
+        raise _fault(lacking, state, "is missing", f"{having.file} has it; every file must")
+    if _dtype(ours) != _dtype(theirs):
+        raise _fault(
+            record, state, f"has dtype {_dtype(theirs)}", f"in {known.file} it has {_dtype(ours)}; one is right"
+        )
+    if _is_number(ours) and _is_number(theirs):
+        where = f"parameter group {record.group}, {record.file} and {known.file}"
+        files.same_number(f"{where}: state {state!r}", ours, theirs, param=record.places[0].name, file=record.file)
+
+
+def _same_info(file: ModelFile, first: ModelFile, info: UcInfo) -> bool:
+    found, expected = file.root.get(UC_INFO), first.root.get(UC_INFO)
+    try:
+        if found == expected:
+            return True
+    except RecursionError:
+        pass
+    if found is None or expected is None:
+        return False
+    # What differs may say nothing of a layout, or be an object that equals only itself.
+    return UcInfo.parse(as_mapping(found, f"{UC_INFO!r}", file.path)) == info
+
+
+def _order(file: ModelFile, checkpoint: Checkpoint) -> list[list[tuple[str, tuple[int, ...] | None]]]:
+    experts = checkpoint.experts
+    return [[(name, None if name in experts else shape) for name, shape in group.items()] for group in file.groups]
+
+
+def _fault(record: GroupRecord, state: str, fact: str, other: str) -> CheckpointFormatError:
+    name = record.places[0].name
+    return CheckpointFormatError(
+        f"{record.file}: optimizer state {state!r} of parameter group {record.group} ({name!r} and others) {fact}, and "
+        f"{other}. The files come from different saves: take all of them from one.",
+        param=name,
+        file=record.file,
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float)) or getattr(value, "shape", None) == ()
+
+
+def _dtype(value: Any) -> str | None:
+    """The precision of a tensor with elements to gather; a number may be stored in any way."""
+    shape = getattr(value, "shape", None)
+    return str(getattr(value, "dtype", None)) if isinstance(shape, tuple) and shape else None
