@@ -155,7 +155,8 @@ def _run(args: argparse.Namespace, group: Group) -> int:
         agree(group, {"plan": plan_digest(plan) if group.size > 1 else ""})
         policy = IdenticalShards(args.identical_shards)
         plan = settle_identical(checkpoint, options, plan, suspects, policy, reader, group)
-        summary = summarise(checkpoint, plan, execution, target, group)
+        may_average = options.on_drift is OnDrift.AVERAGE
+        summary = summarise(checkpoint, plan, execution, target, group, may_average=may_average)
         if args.dry_run:
             if speaks:
                 print_summary(summary, as_json=args.json)

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 
 from deepspeed_affine.errors import AffineError
+from deepspeed_affine.storage.urls import is_url
 
 __all__ = ["COULD_NOT", "guarded"]
 
@@ -18,6 +19,7 @@ COULD_NOT = 2
 def guarded(program: str, run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     """What ``run`` returns; an error becomes a line per fault, an object under ``--json``, and exit code 2."""
     caught: BaseException
+    published = "; nothing was published" if program == "ds_to_universal" else ""
     try:
         return run(args)
     except AffineError as error:
@@ -26,11 +28,11 @@ def guarded(program: str, run: Callable[[argparse.Namespace], int], args: argpar
         lines = error.message.splitlines()
     except OSError as error:
         caught = error
-        lines = [_os_error(error)]
+        lines = [_os_error(error) + published]
         faults = [{"kind": "OSError", "message": lines[0], "file": error.filename}]
     except KeyboardInterrupt as error:
         caught = error
-        lines = ["interrupted; nothing was published"]
+        lines = ["interrupted" + published]
         faults = [{"kind": "KeyboardInterrupt", "message": lines[0]}]
     except Exception as error:  # Whatever else it is, it is a fault of this package and not of the user.
         caught = error
@@ -48,4 +50,5 @@ def guarded(program: str, run: Callable[[argparse.Namespace], int], args: argpar
 
 def _os_error(error: OSError) -> str:
     where = f"{error.filename}: " if error.filename else ""
-    return f"{where}{error.strerror or error}; the operating system refused, nothing was published"
+    who = "it could not be reached" if is_url(str(error.filename or "")) else "the operating system refused"
+    return f"{where}{error.strerror or error}; {who}"

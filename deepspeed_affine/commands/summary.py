@@ -13,6 +13,7 @@ from deepspeed_affine.execute.checkpoint import Checkpoint
 from deepspeed_affine.execute.convert import ExecutionOptions
 from deepspeed_affine.execute.distributed import Group
 from deepspeed_affine.plan.conversion import ConversionPlan
+from deepspeed_affine.storage.anywhere import memory_elsewhere
 
 __all__ = ["headline", "print_complete", "print_summary", "summarise"]
 
@@ -20,9 +21,19 @@ Summary = dict[str, Any]
 
 
 def summarise(
-    checkpoint: Checkpoint, plan: ConversionPlan, execution: ExecutionOptions, target: str, group: Group
+    checkpoint: Checkpoint,
+    plan: ConversionPlan,
+    execution: ExecutionOptions,
+    target: str,
+    group: Group,
+    *,
+    may_average: bool = False,
 ) -> Summary:
     """What the plan does, as plain data; what is done is added to it by and by."""
+    sizes = [task.nbytes for task in plan.tensors] + [file.nbytes for file in plan.objects]
+    largest = max([*sizes, *(file.nbytes for file in plan.copies)], default=0)
+    memory = memory_bound(plan, execution, may_average=may_average)
+    memory += memory_elsewhere(checkpoint.folder.path, target, execution.workers, largest)
     return {
         "input_folder": checkpoint.folder.path,
         "output_folder": target,
@@ -32,7 +43,7 @@ def summarise(
         "files": len(plan.paths),
         "bytes_in": plan.bytes_in,
         "bytes_out": plan.bytes_out,
-        "memory_bound_bytes": memory_bound(plan, execution),
+        "memory_bound_bytes": memory,
         "processes": group.size,
         "workers": execution.workers,
         "states": sorted({task.state for task in plan.tensors}),

@@ -15,11 +15,15 @@ TORCH_BYTES = 256 << 20
 """torch, once imported: only plans with arithmetic need it."""
 
 
-def memory_bound(plan: ConversionPlan, options: ExecutionOptions) -> int:
+def memory_bound(plan: ConversionPlan, options: ExecutionOptions, *, may_average: bool = False) -> int:
     """The most anonymous memory, in bytes, the conversion will hold at once: what the process holds now (interpreter,
-    metadata, plan), buffers for every worker, and torch where the plan needs arithmetic."""
+    metadata, plan), buffers for every worker, and torch where the plan needs arithmetic.
+
+    ``may_average`` says that copies found to have drifted will be averaged.
+    """
     buffers = options.workers * (2 * max(options.chunk_bytes, 16) + SCRATCH_BYTES)
-    return _resident_bytes() + buffers + (TORCH_BYTES if _needs_torch(plan) else 0) + SLACK_BYTES
+    computes = _needs_torch(plan) or (may_average and any(task.replicas for task in plan.tensors))
+    return _resident_bytes() + buffers + (TORCH_BYTES if computes else 0) + SLACK_BYTES
 
 
 def _resident_bytes() -> int:
