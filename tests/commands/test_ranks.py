@@ -12,7 +12,7 @@ import time
 
 import pytest
 from converting import is_flat, leftovers, wrong
-from ranks import Job, alone, arguments, by_hand, environment, torchrun
+from ranks import Job, alone, arguments, by_hand, environment, nodes, torchrun
 from synthetic import COLUMN, Cut, ExpertLayer, Param, World, make, random_full
 
 pytestmark = pytest.mark.real
@@ -77,6 +77,14 @@ def assert_finished(tmp_path, right):
 
 def finished_files(tmp_path):
     return [path for path in (tmp_path / ".out.partial" / "files").rglob("*") if path.is_file()]
+
+
+def await_files(tmp_path):
+    """Some files are written."""
+    end = time.monotonic() + 60
+    while len(finished_files(tmp_path)) < 6:
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def assert_others_say(ended, failed, fact):
@@ -188,6 +196,42 @@ def test_killed_under_torchrun_nothing_is_published_and_any_number_of_processes_
     assert_finished(tmp_path, right)
 
 
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_machine_that_is_gone_is_found_out_on_the_others(tmp_path, source, right, gone):
+    """The store is with the launcher of the first machine."""
+    command = arguments(source, tmp_path / "out", "--json", "--rank-timeout", str(LOST_SECONDS))
+    with nodes(2, command, RANK_SLOW="0.2") as job:
+        await_files(tmp_path)
+        began = time.monotonic()
+        job.kill_machine(gone)
+        ended = job.wait()[1 - gone]
+    print("machine", gone, "was gone: found out after", f"{job.began + ended.seconds - began:.1f}", "s")
+    assert ended.code != 0
+    assert len(ended.errors) == 1, ended.err
+    assert f"rank {gone} on {HOST} is lost" in ended.errors[0]
+    assert_nothing_published(tmp_path)
+    last = alone(command)
+    assert last.code == 0, last.err
+    assert last.result["reused_files"] >= 1
+    assert_finished(tmp_path, right)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_process_killed_on_one_machine_ends_those_on_the_other(tmp_path, source, right, killed):
+    command = arguments(source, tmp_path / "out", "--json", "--rank-timeout", str(LOST_SECONDS))
+    with nodes(2, command, RANK_SLOW="0.2", RANK_DOES=f"{killed}:SIGKILL:2") as job:
+        ended = job.wait()
+    assert [end.code != 0 for end in ended] == [True, True]
+    assert len(ended[1 - killed].errors) == 1, ended
+    assert f"rank {killed} on {HOST} is lost" in ended[1 - killed].errors[0]
+    assert_nothing_published(tmp_path)
+    with nodes(2, command) as job:
+        again = job.wait()
+    assert [end.code for end in again] == [0, 0], again
+    assert again[0].result["reused_files"] >= 2
+    assert_finished(tmp_path, right)
+
+
 def test_begun_by_one_and_finished_by_several(tmp_path, source, right):
     command = arguments(source, tmp_path / "out", "--json")
     begun = alone(command, RANK_DOES=":SIGKILL:9", RANK_SLOW="0.02")
@@ -268,9 +312,7 @@ def test_a_pause_is_no_failure(tmp_path, source, right, paused):
     seconds = LOST_SECONDS / 3 if len(paused) == 1 else 2 * LOST_SECONDS
     command = arguments(source, tmp_path / "out", "--rank-timeout", str(LOST_SECONDS))
     job = Job(2, command, RANK_SLOW="0.1")
-    end = time.monotonic() + 60
-    while not finished_files(tmp_path) and time.monotonic() < end:
-        time.sleep(0.02)
+    await_files(tmp_path)
     for rank in paused:
         job.send(rank, signal.SIGSTOP)
     time.sleep(seconds)

@@ -170,23 +170,86 @@ def by_hand(
 
 def torchrun(size: int, command: Sequence[str], *, seconds: float = 180.0, **variables: str) -> Ended:
     """A job that torchrun starts and watches."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size), str(RANK)]
-    began = time.monotonic()
-    # In a session of its own, so that nothing of it is left whatever happens.
-    with subprocess.Popen(
-        [*launcher, *command],
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            out, err = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    return Ended(process.returncode, out, err, time.monotonic() - began)
+    with Launchers(["--standalone", "--nproc_per_node", str(size)], command, **variables) as launcher:
+        return launcher.wait(seconds)[0]
+
+
+def nodes(count: int, command: Sequence[str], **variables: str) -> Launchers:
+    """A job over machines: a torchrun on each, all of them here, with one process each."""
+    port = str(free_port())
+    options = ["--nnodes", str(count), "--nproc_per_node", "1", "--master_addr", "127.0.0.1", "--master_port", port]
+    return Launchers([*options, "--node_rank"], command, count, **variables)
+
+
+class Launchers:
+    """One torchrun, or several with the number of each after the ``options``; nothing of them is left afterwards."""
+
+    def __init__(self, options: Sequence[str], command: Sequence[str], count: int = 0, **variables: str) -> None:
+        start = [sys.executable, "-m", "torch.distributed.run", *options]
+        self.began = time.monotonic()
+        # Sessions of their own, so that the end of one is that of everything on its machine.
+        self.processes = [
+            subprocess.Popen(
+                [*start, *number, str(RANK), *command],
+                env=environment(**variables),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            for number in ([[str(node)] for node in range(count)] or [[]])
+        ]
+
+    def __enter__(self) -> Launchers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self.processes:
+            self._end(process)
+            process.wait()
+            for stream in (process.stdout, process.stderr):
+                stream.close()
+
+    def kill_machine(self, node: int) -> None:
+        """The launcher there and all it has started are gone at once."""
+        self._end(self.processes[node])
+
+    def wait(self, seconds: float = 180.0) -> list[Ended]:
+        """How each launcher has ended, with what its processes have said."""
+        ended: dict[int, Ended] = {}
+
+        def one(node: int) -> None:
+            process = self.processes[node]
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                out, err = process.communicate(timeout=seconds)
+                ended[node] = Ended(process.returncode, out, err, time.monotonic() - self.began)
+
+        threads = [threading.Thread(target=one, args=(node,)) for node in range(len(self.processes))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        late = [node for node in range(len(self.processes)) if node not in ended]
+        assert not late, f"launchers {late} did not end in {seconds} s: {ended}"
+        return [ended[node] for node in range(len(self.processes))]
+
+    @staticmethod
+    def _end(process: subprocess.Popen[str]) -> None:
+        # torchrun gives its workers sessions of their own in newer versions.
+        members = [process.pid, *_below(process.pid)]
+        for pid in members:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _below(pid: int) -> list[int]:
+    """The processes that this one has started, and those that they have."""
+    found = []
+    for task in Path("/proc", str(pid), "task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, task.read_text(encoding="ascii").split()):
+                found += [child, *_below(child)]
+    return found
 
 
 def alone(command: Sequence[str], **variables: str) -> Ended:
