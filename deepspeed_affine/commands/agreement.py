@@ -6,6 +6,7 @@ others' elements: the layout, the order of parameters, which states there are, t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from deepspeed_affine.commands.tensor_files import TensorFiles
@@ -15,6 +16,7 @@ from deepspeed_affine.execute.model_file import UC_INFO
 from deepspeed_affine.lowering.reading import as_mapping
 from deepspeed_affine.lowering.state_table import GroupRecord
 from deepspeed_affine.lowering.uc_info import UcInfo
+from deepspeed_affine.storage.files import name_of
 
 __all__ = ["check_groups", "check_model_files"]
 
@@ -28,6 +30,16 @@ def check_model_files(checkpoint: Checkpoint, info: UcInfo) -> None:
     first = checkpoint.model_files[0]
     by_shard: dict[object, ModelFile] = {}
     for file in checkpoint.model_files:
+        stage = _configured_stage(file.root)
+        if stage not in (None, *_stages(checkpoint)):
+            faults.add(
+                CheckpointFormatError(
+                    f"{file.path}: was saved under ZeRO stage {stage}, by the configuration it records; the optimizer "
+                    f"files beside it are of stage {checkpoint.stage}{'' if checkpoint.stage else ': there are none'}. "
+                    "Copy the whole folder of one save.",
+                    file=file.path,
+                )
+            )
         if not _same_info(file, first, info):
             faults.add(
                 CheckpointFormatError(
@@ -78,6 +90,22 @@ def _check_state(record: GroupRecord, known: GroupRecord, state: str, files: Ten
     if _is_number(ours) and _is_number(theirs):
         where = f"parameter group {record.group}, {record.file} and {known.file}"
         files.same_number(f"{where}: state {state!r}", ours, theirs, param=record.places[0].name, file=record.file)
+
+
+def _configured_stage(root: Mapping[str, Any]) -> int | None:
+    """The stage in the configuration that DeepSpeed stores with a model, or None where it says none in plain words."""
+    config = root.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    stage = zero.get("stage") if isinstance(zero, Mapping) else None
+    return stage if type(stage) is int else None
+
+
+def _stages(checkpoint: Checkpoint) -> set[int]:
+    """The configured stages under which files such as the optimizer files are written."""
+    if checkpoint.optimizer_file is not None and checkpoint.stage == 1:
+        # BF16_Optimizer records no stage, and serves stages 0 and 1.
+        return {1, 0} if name_of(checkpoint.optimizer_file).startswith("bf16_") else {1}
+    return {checkpoint.stage}
 
 
 def _same_info(file: ModelFile, first: ModelFile, info: UcInfo) -> bool:

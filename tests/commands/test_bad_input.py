@@ -91,6 +91,7 @@ def without_optimizer_files(made):
     made.files = {name: root for name, root in made.files.items() if "optim" not in name}
     for root in made.files.values():
         root["optimizer"] = {"state": {}, "param_groups": [{"lr": 0.1}]}
+        root["ds_config"] = {"zero_optimization": {"stage": 0}}
     return made
 
 
@@ -783,6 +784,13 @@ FOLDERS = {
     "another stage mixed in": ("ZeRO-1", lambda f: mixed_in(f, zero(3), Z0, Z1), [M0, Z0]),
     "another stage mixed in over the first": ("ZeRO-3", lambda f: mixed_in(f, zero(1)), [M0, Z0]),
     "another topology mixed in": ("ZeRO-1", lambda f: mixed_in(f, zero(1, tp=2), M1, O01), [M1, O01]),
+    "model files only": ("ZeRO-1", lambda f: only(f, M0), [M0]),
+    "a model file saved without ZeRO": (
+        "ZeRO-1",
+        lambda f: mixed_in(f, without_optimizer_files(zero(1)), M0),
+        [M0],
+    ),
+    "a model file of the other stage": ("ZeRO-1", lambda f: mixed_in(f, zero(2), M0), [M0]),
     "a larger run mixed in over it": ("ZeRO-1", lambda f: mixed_in(f, zero(1, dp=3), O0, O1), ["'bias'"]),
     "another run's model file": ("ZeRO-1", lambda f: mixed_in(f, zero(1, tp=2), M0), ["_mp_rank_01_"]),
     "experts of another layer only": (

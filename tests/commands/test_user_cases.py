@@ -144,6 +144,7 @@ def test_p07_zero0_converts_weights(tmp_path, tp, dtype):
     made.files = {name: root for name, root in made.files.items() if "optim" not in name}
     for root in made.files.values():
         root["optimizer"] = {"state": {0: {"step": 3}}, "param_groups": [{"lr": 0.1}]}
+        root["ds_config"] = {"zero_optimization": {"stage": 0}}
         del root["param_shapes"]
     target = tmp_path / "out"
     assert convert(made.save(tmp_path / "ckpt"), target) == 0
@@ -156,7 +157,7 @@ def test_p07_zero0_converts_weights(tmp_path, tp, dtype):
 
 def test_p07_zero0_of_a_pipeline_is_refused_by_name(tmp_path, capsys):
     """Its weights are in layer files under names local to each layer, and nothing records the whole names."""
-    made = make(World(pp=2, layer_files=True), [Param("0.w", random_full((4, 2), 1))])
+    made = make(World(stage=0, pp=2, layer_files=True), [Param("0.w", random_full((4, 2), 1))])
     made.files = {name: root for name, root in made.files.items() if "optim" not in name}
     folder = made.save(tmp_path / "ckpt")
     assert f"{folder}: saved by a pipeline engine without ZeRO" in assert_refuses(folder, tmp_path, capsys)

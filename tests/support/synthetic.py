@@ -168,7 +168,7 @@ class World:
 
     @property
     def ds_config(self) -> dict[str, Any]:
-        config: dict[str, Any] = {"train_batch_size": 8}
+        config: dict[str, Any] = {"train_batch_size": 8, "zero_optimization": {"stage": self.stage}}
         return {**config, "use_data_before_expert_parallelism": True} if self.data_before_expert else config
 
     def expert_place(self, dp: int, ep_size: int) -> tuple[int, int]:
