@@ -170,9 +170,14 @@ def format_outcome(outcome: Outcome, *, every: bool = False) -> list[str]:
     for findings in (different, undecided):
         ordered = sorted(findings, key=lambda finding: (finding.file, finding.kind, finding.detail))
         kind = "" if findings is different else "cannot tell"
-        lines += align([[finding.file, kind or finding.kind, finding.describe()] for finding in ordered[:most]])
+        lines += align([[_shown(finding.file), kind or finding.kind, finding.describe()] for finding in ordered[:most]])
         if most is not None and len(ordered) > most:
             lines.append(f"  and {len(ordered) - most} more; --all shows them")
     if outcome.sampled is not None:
         lines += outcome.sampled.describe()
     return lines + [f"note: {line}" for line in outcome.notes]
+
+
+def _shown(path: str) -> str:
+    """A name from a folder, without what a terminal would take for a command."""
+    return path if path.isprintable() else repr(path)

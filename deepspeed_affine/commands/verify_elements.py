@@ -61,14 +61,15 @@ class Elements:
 
     def compare_some(self) -> Sampled:
         """As ``compare_all`` for blocks chosen at random; differences are those seen in them."""
-        blocks = list(self._sizes())
+        units = total = 0
+        for size in self._sizes():
+            units, total = units + 1, total + size
         settings = self.settings
-        sample = Sample.of(len(blocks), sum(blocks), seed=settings.seed, least=settings.least)
+        sample = Sample.of(units, total, seed=settings.seed, least=settings.least)
         picked = sample.pick()
-        chosen = (each for at, each in enumerate(self._intervals(BLOCK_BYTES)) if at in picked)
-        nbytes = sum(blocks[at] for at in picked)
-        self._compare(chosen, nbytes)
-        return Sampled(sample, "block", nbytes, sum(blocks))
+        nbytes = sum(size for at, size in enumerate(self._sizes()) if at in picked)
+        self._compare((each for at, each in enumerate(self._intervals(BLOCK_BYTES)) if at in picked), nbytes)
+        return Sampled(sample, "block", nbytes, total)
 
     def _intervals(self, most_bytes: int) -> Iterator[tuple[Pair, int, int]]:
         for pair in self.pairs:
@@ -139,6 +140,8 @@ class Elements:
         if pair.carried is not None:
             return {(pair.carried.path, pair.carried.key)}
         task = pair.left
+        if task.fill == "zero":
+            return set()
         groups = [task.pieces, *(replica.pieces for replica in task.replicas if task.fill == "average")]
         used = {index for pieces in groups for piece in pieces for index in piece.locations}
         return {(self.plan.storages[index].file, self.plan.storages[index].key) for index in used}

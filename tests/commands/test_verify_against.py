@@ -141,6 +141,45 @@ def test_a_wrong_element_of_an_average(tmp_path, capsys):
     assert "averaged with its copies" in only(found)["source"]
 
 
+def scaled():
+    """A parameter that every rank is said to hold halved."""
+    return mapped("w", random_full((2, 3), 1), lambda full, tp: [full.clone()] * tp, 2, scale=0.5)
+
+
+@pytest.mark.parametrize("policy", ["reset", "power"])
+@BOTH
+def test_states_of_scaled_parameters(tmp_path, capsys, policy, options):
+    source = scaled().save(tmp_path / "in")
+    folder = tmp_path / "out"
+    assert convert(source, folder, "--scaled-states", policy) == 0
+    assert_fine(folder, source, capsys, *options)
+    flip_element(folder / "zero" / "w" / "exp_avg.pt", 4, 3)
+    rewrite_manifest(folder)
+    code, found, _ = against(folder, source, capsys, *options)
+    assert (code, only(found)["state"], only(found)["first"]) == (1, "exp_avg", [1, 1])
+    assert ("no file: the state was reset to zeros" in only(found)["source"]) == (policy == "reset")
+    os.unlink(folder / MANIFEST_NAME)
+    code, found, _ = against(folder, source, capsys, *options)
+    assert code == 2
+    assert "--scaled-states" in found["errors"][0]["message"]
+    assert against(folder, source, capsys, "--scaled-states", policy, *options)[0] == 1
+
+
+def test_a_wrong_zero_is_no_fault_of_a_damaged_source(tmp_path, capsys):
+    source = scaled().save(tmp_path / "in")
+    folder = tmp_path / "out"
+    assert convert(source, folder, "--scaled-states", "reset") == 0
+    for path, storage in sources(source):
+        if "optim" in path.name and storage.nbytes > 16:
+            toggle(path, storage.byte_offset + storage.nbytes - 1)
+    flip_element(folder / "zero" / "w" / "exp_avg.pt", 4, 3)
+    rewrite_manifest(folder)
+    code, found, _ = against(folder, source, capsys, "--on-drift", "first")
+    assert [finding["state"] for finding in found["findings"] if finding["decided"]] == ["exp_avg"]
+    assert code == 1
+    assert found["damaged_source"]
+
+
 def test_identical_shards_are_treated_as_the_manifest_says(tmp_path, capsys):
     same = torch.cat([random_full((4, 2), 1)] * 2)
     states = {"exp_avg": same.clone(), "exp_avg_sq": same.clone()}
