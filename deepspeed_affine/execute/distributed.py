@@ -7,6 +7,7 @@ A failure of one ends all: whoever waits for the others, or reads the next few m
 from __future__ import annotations
 
 import json
+import math
 import signal
 import socket
 import threading
@@ -124,7 +125,6 @@ class JobGroup:
         self.size = size
         self._host = socket.gethostname() if host is None else host
         self._start = start
-        self._timeout = timeout
         self._quiet = min(timeout, QUIET_BEATS * beat)
         self._link = Link(connect, rank, size, timeout, beat=beat)
         self._round = 0
@@ -265,9 +265,10 @@ class JobGroup:
             # Nothing is removed after those.
             self._await_others(self._quiet)
             return
-        staying = self._await_others(self._timeout)
-        if staying:
-            who = ", ".join(self.names[other] for other in staying)
+        # Whoever is silent may go on later; only a process that has said so has stopped.
+        staying = self._await_others(math.inf)
+        if staying or self._link.is_down:
+            who = ", ".join(self.names[other] for other in staying or range(1, self.size))
             raise JobError(
                 f"{told}\n{who}: has not stopped after {STOP_SECONDS:g} s, so nothing is removed. Stop it, then run "
                 "the same command again."

@@ -189,6 +189,11 @@ class Link:
 
         self._anyway(say)
 
+    @property
+    def is_down(self) -> bool:
+        """Whether nothing can be heard of the others any more."""
+        return self._ended.is_set()
+
     def staying(self, quiet: float) -> list[int]:
         """Who of those that are watched has neither left nor been silent for more than ``quiet`` seconds.
 

@@ -231,6 +231,32 @@ def test_the_first_says_who_has_not_stopped_and_then_nothing_may_be_removed(stor
     assert "rank 1 on host1: has not stopped" in str(found[0])
 
 
+@pytest.mark.parametrize("how", ["silence", "no line"])
+def test_nothing_is_removed_where_it_is_not_known_that_the_others_have_stopped(store, monkeypatch, how):
+    monkeypatch.setattr(distributed, "STOP_SECONDS", 2 * TIMEOUT)
+    release = threading.Event()
+
+    def work(group):
+        with group.failing():
+            group.gather(None)
+            if group.rank:
+                group._link._say = lambda store: None
+                release.wait(20)
+                return None
+            try:
+                with group.failing():
+                    if how == "no line":
+                        group._link.report(Failure.of(IntegrityError("damaged"), 0, "rank 0 on host0"))
+                        group._link.close()
+                    raise IntegrityError("damaged")
+            finally:
+                release.set()
+
+    found = together(store, 2, work, timeout=60.0 if how == "no line" else TIMEOUT)
+    assert type(found[0]) is JobError
+    assert "rank 1 on host1: has not stopped" in str(found[0])
+
+
 @pytest.mark.parametrize("silent", [0, 1, 2])
 def test_a_silent_process_is_lost_to_all_others_and_named(store, silent):
     release = threading.Event()
