@@ -46,8 +46,14 @@ class Finding:
         """The finding in words, without the file."""
         if self.difference is None:
             return self.detail
-        said = self.difference.describe(self.shape, self.total)
-        return f"{self.detail}{said}{f'; from {self.source}' if self.source else ''}"
+        found = self.difference
+        ulp = "" if found.max_ulp is None else f", {found.max_ulp} ulp"
+        source = f"; it should come from {self.source}" if self.source else ""
+        return (
+            f"{self.detail}first at element {found.coordinates(self.shape)}: {found.values[0]} expected, "
+            f"{found.values[1]} found; {found.differing} of {self.total} elements differ, by at most "
+            f"{found.max_abs:g}{ulp}{source}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for JSON; described in docs/commands.md."""

@@ -30,7 +30,8 @@ _MOST_PLACES = 3
 @dataclass(frozen=True, slots=True)
 class Damage:
     """One damaged part of a file, bytes ``[start, stop)``. ``part`` is ``storage``, ``pickle``, ``record`` (a small one
-    of torch's), ``header``, ``directory``, ``outside`` (somewhere outside of all records), or ``unreadable``.
+    of torch's), ``header``, ``directory``, ``outside`` (somewhere outside of all records), ``replaced`` (nowhere: it is
+    another file), or ``unreadable``.
 
     ``key`` is the storage's, ``place`` where the file's object holds a tensor of it.
     """
@@ -154,8 +155,10 @@ def _around(file: MetadataFile, records: ZipDirectory) -> Iterator[Damage]:
     if unsure:
         more = f" and {len(unsure) - 1} more" if len(unsure) > 1 else ""
         yield Damage("outside", f"a record without a checksum ({unsure[0]}{more}), or the zip around them", 0, 0)
+    elif unlike:
+        yield Damage("outside", "the zip around the records, which are whole, or it is another file", 0, 0)
     else:
-        yield Damage("outside", "the zip around the records (headers, padding or directory), no tensor", 0, 0)
+        yield Damage("replaced", "is another file: whole in itself, and not the one that was written", 0, 0)
 
 
 def _placed(path: str, damage: Damage) -> Damage:

@@ -273,6 +273,30 @@ def test_any_wrong_element_is_found_though_every_checksum_is_right(tmp_path, cap
     assert_fine(folder, source, capsys)
 
 
+def test_what_is_printed(tmp_path, capsys):
+    full = torch.arange(12.0).reshape(3, 4)
+    source = make(World(tp=2), [Param("w", full, Cut("row"))]).save(tmp_path / "in")
+    folder = tmp_path / "out"
+    assert convert(source, folder) == 0
+    size = sum(path.stat().st_size for path in folder.rglob("*.pt"))
+    capsys.readouterr()
+    assert ds_affine(["verify", str(folder), "--against", source]) == 0
+    compared = f"(7 files, {size / 1000:.1f} KB compared with {source}, through the maps)"
+    assert capsys.readouterr().out == f"{folder}: fine {compared}\n"
+    flip_element(folder / "zero" / "w" / "fp32.pt", 6)
+    rewrite_manifest(folder)
+    assert ds_affine(["verify", str(folder), "--against", source]) == 1
+    name = "zero_pp_rank_0_mp_rank_01_optim_states.pt"
+    storage = max(load_pickle(os.path.join(source, name)).archive.storages.values(), key=lambda ref: ref.byte_offset)
+    assert capsys.readouterr().out.splitlines() == [
+        f"{folder}: DIFFERENT, 1 file {compared}",
+        "  zero/w/fp32.pt  elements  parameter 'w', state 'fp32': first at element (1, 2): 6 expected, "
+        "6.00000048 found; "
+        f"1 of 12 elements differ, by at most 4.76837e-07, 1 ulp; it should come from {name} (dp 0, mp 1), storage "
+        f"{storage.key!r}, element 2",
+    ]
+
+
 def test_counts_and_distances_over_many_chunks(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(verify_elements, "CHUNK_BYTES", 64)
     full = random_full((40, 6), 1)

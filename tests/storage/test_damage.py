@@ -118,6 +118,15 @@ def test_a_damaged_pickle_and_a_damaged_storage(path):
     assert [(damage.part, damage.place) for damage in find_damage(path)] == [("pickle", None), ("storage", None)]
 
 
+def test_another_file_in_its_place_is_not_called_damaged(tmp_path):
+    torch.save({"other": torch.ones(3)}, tmp_path / "x.pt")
+    (damage,) = find_damage(str(tmp_path / "x.pt"))
+    assert (damage.part, damage.describe()) == (
+        "replaced",
+        "is another file: whole in itself, and not the one that was written",
+    )
+
+
 def test_without_checksums_the_data_cannot_be_told(tmp_path):
     torch.serialization.set_crc32_options(False)
     try:
