@@ -211,6 +211,9 @@ def _degrees(
         )
     if recorded:
         ((pp, tp),) = recorded
+        if stages == 1 and all(root.get("mp_world_size") == 1 for _, root in roots):
+            # DeepSpeed 0.19.8 records the sequence-parallel degree here, which cuts no weight.
+            pp = tp = 1
     else:
         tp = len({file.mp for file in folder.layer_files}) or stages
         pp = stages // tp

@@ -1,10 +1,14 @@
 """DeepSpeed's own command as the oracle, on synthetic folders that no small training run would give."""
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from converting import convert, wrong
+from converting import convert, leftovers, wrong
+from damage import STORED, storages
+from edits import flip
 from synthetic import Cut, Param, World, exact, make, random_full
 
 from deepspeed_affine.hooks import stock
@@ -94,3 +98,76 @@ def test_what_deepspeed_cannot_convert_is_converted_here(tmp_path, case):
     assert convert(folder, tmp_path / "ours") == 0
     flat = made.world.stage == 3
     assert wrong(made, tmp_path / "ours", flat=flat) == []
+
+
+def exchange(folder, name):
+    one, other = folder / name.format(0), folder / name.format(1)
+    one.rename(folder / "aside")
+    other.rename(one)
+    (folder / "aside").rename(other)
+
+
+def averaged():
+    made = make(World(tp=2), [Param("w", torch.ones(3), Cut("average"))])
+    flip(made, 1, element=0, bit=1 << 20)
+    return made
+
+
+def tied():
+    params = [Param("w", random_full((4,), 1), stages=(0, 1)), Param("v", random_full((5,), 2), stages=(1,))]
+    made = make(World(pp=2), params)
+    flip(made, 1, element=0, bit=1 << 20)
+    return made
+
+
+def without_info(stage):
+    params = [Param("row", random_full((3, 4), 1), Cut("row")), Param("norm", random_full((3,), 2))]
+    return make(World(stage=stage, tp=2, with_info=False), params)
+
+
+OPTIMIZER = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+WRONG = {
+    "P01 tensor parallelism without info": (lambda: without_info(1), None),
+    "P01 tensor parallelism without info, ZeRO-3": (lambda: without_info(3), None),
+    "P35 a mean": (averaged, None),
+    "P47 tied across stages and not equal": (tied, None),
+    "two ranks exchanged": (lambda: make(World(dp=2), simple()), lambda folder: exchange(folder, OPTIMIZER)),
+    "two ranks exchanged, ZeRO-3": (
+        lambda: make(World(stage=3, dp=2), simple()),
+        lambda folder: exchange(folder, OPTIMIZER),
+    ),
+    "a rank doubled, ZeRO-3": (
+        lambda: make(World(stage=3, dp=2), simple()),
+        lambda folder: shutil.copy(folder / OPTIMIZER.format(0), folder / OPTIMIZER.format(1)),
+    ),
+    "a flipped byte": (
+        lambda: make(World(dp=2), simple()),
+        lambda folder: STORED["middle"](storages(folder / OPTIMIZER.format(1))[-1])(folder / OPTIMIZER.format(1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_deepspeed_converts_wrongly_is_refused_here(tmp_path, case):
+    """The day DeepSpeed refuses one of these, or converts it rightly, this test says so."""
+    build, edit = WRONG[case]
+    made = build()
+    folder = Path(made.save(tmp_path / "in"))
+    if edit is not None:
+        edit(folder)
+    theirs = stock.convert(folder, tmp_path / "theirs", inject_missing_state=True, timeout=300)
+    assert theirs.ok, theirs.message
+    assert wrong(made, tmp_path / "theirs", flat=made.world.stage == 3 and made.world.tp == 1) != []
+    assert convert(folder, tmp_path / "ours", "--inject_missing_state") == 2
+    assert leftovers(tmp_path / "ours") == []
+
+
+def test_what_deepspeed_leaves_out_is_written_here(tmp_path):
+    """P49: AMSGrad's third state, dropped with exit code 0."""
+    made = make(World(dp=2, states=("exp_avg", "exp_avg_sq", "max_exp_avg_sq")), simple())
+    folder = made.save(tmp_path / "in")
+    theirs = stock.convert(folder, tmp_path / "theirs", timeout=300)
+    assert theirs.ok, theirs.message
+    assert wrong(made, tmp_path / "theirs") == ["w/max_exp_avg_sq is missing", "b/max_exp_avg_sq is missing"]
+    assert convert(folder, tmp_path / "ours") == 0
+    assert wrong(made, tmp_path / "ours") == []

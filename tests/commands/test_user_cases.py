@@ -5,6 +5,8 @@ the kind.
 """
 
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -827,6 +829,16 @@ def test_x3_sequence_parallel_ranks_named_as_model_ranks(tmp_path, stage, dp, sp
     assert_converts(made, tmp_path)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_x3_sequence_parallelism_recorded_as_tensor_parallelism(tmp_path, stage):
+    """What 0.19.8 records among the degrees; its own converter then misses a model-state file."""
+    made = make(World(stage=stage, dp=4), two_groups())
+    for root in made.files.values():
+        if "param_shapes" in root:
+            root["checkpoint_parallel_dimensions"] = {"pp_degree": 1, "tp_degree": 2}
+    assert_converts(made, tmp_path)
+
+
 @pytest.mark.parametrize("version", [2, 99, 1.5, "2"])
 def test_x4_a_map_of_a_newer_version_is_refused_by_number(tmp_path, capsys, version):
     made = mapped("qkv", random_full((6, 3), 1), lambda full, tp: list(torch.chunk(full, tp)), 2)
@@ -842,3 +854,22 @@ def test_x5_all_parameter_groups_are_kept_however_many(tmp_path, groups):
     target = assert_converts(make(World(stage=2, dp=2), params), tmp_path)
     found = torch.load(target / "zero" / "optimizer_state.pt", weights_only=False)
     assert [group["params"] for group in found["param_groups"]] == [[n] for n in range(groups)]
+
+
+def test_every_row_of_the_table_has_its_tests():
+    """docs/user_cases.md names every test of this file and no other, and every reported row once."""
+    root = Path(__file__).parents[2]
+    table = (root / "docs" / "user_cases.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([PX]\d+) ", table, re.MULTILINE)
+    assert rows == sorted(set(rows))
+    named = {"commands": set(), "real": set()}
+    for line in table.splitlines():
+        ordinary, _, real = line.partition("real: ")
+        for kind, text in (("commands", ordinary), ("real", real)):
+            named[kind] |= set(re.findall(r"`(test_[px]\d\w+)`", text))
+    here = {name for name in globals() if re.match(r"test_[px]\d", name)}
+    real = (root / "tests" / "real" / "test_user_cases.py").read_text(encoding="utf-8")
+    assert named["commands"] == here
+    assert named["real"] == set(re.findall(r"^def (test_[px]\d\w+)", real, re.MULTILINE))
+    tested = {name.split("_")[1].upper() for name in here | named["real"]}
+    assert tested == set(rows)

@@ -81,6 +81,10 @@ def _zero() -> list[Case]:
     cases.append(Case("zero2_offload", stage=2, offload="cpu"))
     cases.append(Case("zero3_offload", stage=3, offload="cpu"))
     cases.append(Case("zero3_nvme", stage=3, offload="nvme"))
+    aligned = {"zero_optimization": {"parameter_alignment": True}}
+    cases.append(Case("zero1_aligned", world=3, groups=2, config=aligned))
+    cases.append(Case("zero2_aligned", stage=2, dtype="bf16", config=aligned))
+    cases.append(Case("zero3_hpz", stage=3, world=4, config={"zero_optimization": {"zero_hpz_partition_size": 2}}))
     cases.append(Case("zero3_subgroups", stage=3, config={"zero_optimization": {"sub_group_size": 70}}))
     for name in ("sgd", "momentum", "adagrad", "lion", "amsgrad", "rmsprop", "muon", "adamax"):
         for stage in (1, 3):
