@@ -31,6 +31,7 @@ from synthetic import (
     save,
 )
 
+from deepspeed_affine.cli import ds_affine
 from deepspeed_affine.storage import files as storage_files
 
 # The checkpoints that are damaged.
@@ -881,6 +882,52 @@ def test_the_command_itself_says_so_in_one_line(tmp_path, folders, kind):
     assert all(part in line for part in ([subject] if isinstance(subject, str) else subject))
     assert sorted(os.listdir(tmp_path)) == ["ckpt"]
     assert snapshot(folder) == before
+
+
+# The output itself: ``verify`` sees every damage, and names the file.
+
+OUTPUTS = {
+    "a tensor": "zero/up.weight/exp_avg.pt",
+    "a number": "zero/bias/step.pt",
+    "the shared optimizer state": "zero/optimizer_state.pt",
+    "copied model states": M0,
+    "the manifest": "affine_manifest.json",
+}
+
+
+@pytest.fixture(scope="module")
+def universal(tmp_path_factory):
+    base = tmp_path_factory.mktemp("universal")
+    assert convert(zero(1).save(base / "ckpt"), base / "out") == 0
+    return base / "out"
+
+
+def applicable(kind, damage):
+    """The manifest is no archive, so nothing of one can be flipped in it; bytes are in test_verify.py."""
+    of_archives = damage[0] == "flipped" or damage[1] in ("itself compressed", "cut before its end")
+    return kind != "the manifest" or not (of_archives or "pickle" in damage[1] or "directory" in damage[1])
+
+
+VERIFIED = [(kind, damage) for kind in OUTPUTS for damage in ONE_FILE if applicable(kind, damage)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage"), VERIFIED, ids=lambda value: value if isinstance(value, str) else " ".join(value)
+)
+def test_one_damaged_file_of_the_output(tmp_path, capsys, universal, kind, damage):
+    folder = tmp_path / "out"
+    shutil.copytree(universal, folder)
+    path = folder / OUTPUTS[kind]
+    ONE_FILE[damage](path)
+    before = snapshot(folder)
+    code = ds_affine(["verify", str(folder)])
+    said = capsys.readouterr()
+    assert code in (1, 2)
+    assert path.name in said.out + said.err
+    assert "Traceback" not in said.out + said.err
+    assert "internal error" not in said.out + said.err
+    assert snapshot(folder) == before
+    assert sorted(os.listdir(tmp_path)) == ["out"]
 
 
 def test_the_tables_are_as_long_as_they_claim():
