@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from deepspeed_affine.commands.arguments import positive
+from deepspeed_affine.commands.folders import require_folder
 from deepspeed_affine.commands.text import align, counted, say, say_faults, size
-from deepspeed_affine.errors import CheckpointFormatError, PolicyError
+from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults, PolicyError
 from deepspeed_affine.lowering.policy import IdenticalShards, OnDrift, ScaledStates
 from deepspeed_affine.lowering.stock_rules import NEWEST_KNOWN
-from deepspeed_affine.storage.files import absolute, is_file, is_folder, join
+from deepspeed_affine.storage.files import absolute, is_file, join
 from deepspeed_affine.storage.manifest import MANIFEST_NAME, Manifest
 
 if TYPE_CHECKING:
@@ -24,6 +26,17 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "format_outcome", "run", "verify_folder"]
 
 SHOWN = 20
+SHOWN_NOTES = 5
+WITH_SOURCE = (
+    "--on-drift",
+    "--scaled-states",
+    "--identical-shards",
+    "--inject_missing_state",
+    "--deepspeed",
+    "--no-source-crc",
+)
+"""Options that mean nothing without ``--against``."""
+
 Choice = TypeVar("Choice", OnDrift, ScaledStates, IdenticalShards)
 
 
@@ -36,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="read all metadata, and a random sample of the data")
     parser.add_argument("--seed", type=int, default=None, help="with --quick: choose the sample of that run again")
     parser.add_argument(
-        "--workers", type=int, default=min(4, os.cpu_count() or 1), help="threads (default: %(default)s)"
+        "--workers", type=positive, default=min(4, os.cpu_count() or 1), help="threads (default: %(default)s)"
     )
     options = parser.add_argument_group(
         "with --against, how the folder was converted; default: as its manifest says, else as ds_to_universal does"
@@ -59,10 +72,11 @@ def run(args: argparse.Namespace) -> int:
     for name, given in (("FOLDER", args.folder), ("--against", args.against)):
         if given == "":
             raise PolicyError(f"{name}: is empty; expected a path. Is a shell variable not set?")
-    if args.workers < 1:
-        raise PolicyError(f"--workers: {args.workers}; expected at least 1.")
     if args.seed is not None and not args.quick:
         raise PolicyError("--seed: chooses a sample, and without --quick everything is read; give both or neither.")
+    alone = [option for option in WITH_SOURCE if getattr(args, option.strip("-").replace("-", "_"))]
+    if alone and args.against is None:
+        raise PolicyError(f"{' and '.join(alone)}: says how to compare with a source; give --against too, or neither.")
     outcome = verify_folder(
         args.folder,
         against=args.against,
@@ -95,23 +109,62 @@ def verify_folder(
     """The folder verified: by its manifest, or ``against`` the checkpoint it should have been made from.
 
     ``options`` are those of the conversion that differ from what the manifest says (``on_drift``, ``scaled_states``,
-    ``identical_shards``, ``inject_missing_state``, ``deepspeed``). Raises the error of a manifest that is not there
-    or cannot be read, and of a source that cannot be converted.
+    ``identical_shards``, ``inject_missing_state``, ``deepspeed``). Raises the error of a folder that does not exist, of
+    a source that cannot be converted, and without ``against`` of a manifest that is not there or cannot be read.
     """
     # numpy is imported with these, and neither --help nor another verb waits for it.
     from deepspeed_affine.commands.verify_manifest import Settings, verify_alone
     from deepspeed_affine.commands.verify_source import verify_against
 
     path, settings = absolute(folder), Settings(workers, progress, quick, seed)
+    require_folder(path)
+    listed = is_file(join(path, MANIFEST_NAME))
     if against is None:
+        if not listed:
+            raise _no_manifest(path)
         return verify_alone(path, Manifest.read(path), settings)
-    if not is_folder(path):
-        raise CheckpointFormatError(
-            f"{path}: is no folder; expected a universal checkpoint. Check the path.", file=path
-        )
-    manifest = Manifest.read(path) if is_file(join(path, MANIFEST_NAME)) else None
+    source = absolute(against)
+    require_folder(source)
+    manifest: Manifest | None = None
+    unusable: CheckpointFormatError | None = None
+    try:
+        manifest = Manifest.read(path) if listed else None
+    except CheckpointFormatError as fault:
+        unusable = fault
     choices = _choices(manifest, options or {})
-    return verify_against(path, absolute(against), manifest, choices, settings, source_crc=source_crc)
+    try:
+        outcome = verify_against(path, source, manifest, choices, settings, source_crc=source_crc)
+    except AffineError as error:
+        faults = Faults()
+        faults.extend([error] if unusable is None else [unusable, error])
+        faults.raise_if_any()
+        raise
+    if unusable is not None:
+        _report_unusable(outcome, unusable, choices)
+    return outcome
+
+
+def _no_manifest(folder: str) -> CheckpointFormatError:
+    path = join(folder, MANIFEST_NAME)
+    return CheckpointFormatError(
+        f"{path}: there is no such file; expected the manifest of an output of ds_to_universal --affine. DeepSpeed's "
+        "own converter writes none: verify its outputs with --against the checkpoint they were made from.",
+        file=path,
+    )
+
+
+def _report_unusable(outcome: Outcome, fault: CheckpointFormatError, choices: Choices) -> None:
+    """A manifest that cannot be read is wrong itself, and says nothing of how the folder was converted."""
+    from deepspeed_affine.commands.verify_findings import Finding
+    from deepspeed_affine.commands.verify_manifest import without_file
+
+    said = without_file(fault, join(outcome.folder, MANIFEST_NAME))
+    outcome.findings.append(Finding("manifest", MANIFEST_NAME, said))
+    taken = ", ".join(f"{name} {value}" for name, value in choices.to_dict().items())
+    outcome.notes.append(
+        "the manifest cannot be used: how the folder was converted is taken from the options, else as ds_to_universal "
+        f"does ({taken}, the habits of DeepSpeed {choices.deepspeed})"
+    )
 
 
 def _choices(manifest: Manifest | None, given: Mapping[str, Any]) -> Choices:
@@ -156,6 +209,8 @@ def _installed() -> str:
 
 def format_outcome(outcome: Outcome, *, every: bool = False) -> list[str]:
     """The verification as lines: the verdict, then every finding, then what else there is to know."""
+    from deepspeed_affine.commands.verify_findings import in_order
+
     most = None if every else SHOWN
     different, undecided = outcome.different, outcome.undecided
     checked = f"{counted(outcome.files, 'file')}, {size(outcome.nbytes)} compared"
@@ -168,14 +223,17 @@ def format_outcome(outcome: Outcome, *, every: bool = False) -> list[str]:
     else:
         lines = [f"{outcome.folder}: fine ({checked} {by})"]
     for findings in (different, undecided):
-        ordered = sorted(findings, key=lambda finding: (finding.file, finding.kind, finding.detail))
+        ordered = in_order(findings)
         kind = "" if findings is different else "cannot tell"
         lines += align([[_shown(finding.file), kind or finding.kind, finding.describe()] for finding in ordered[:most]])
         if most is not None and len(ordered) > most:
             lines.append(f"  and {len(ordered) - most} more; --all shows them")
     if outcome.sampled is not None:
         lines += outcome.sampled.describe()
-    return lines + [f"note: {line}" for line in outcome.notes]
+    notes = outcome.notes if every else outcome.notes[:SHOWN_NOTES]
+    lines += [f"note: {line}" for line in notes]
+    hidden = len(outcome.notes) - len(notes)
+    return [*lines, f"and {counted(hidden, 'more note')}; --all shows them"] if hidden else lines
 
 
 def _shown(path: str) -> str:

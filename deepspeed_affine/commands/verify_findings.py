@@ -12,7 +12,7 @@ from deepspeed_affine.errors import AffineError
 from deepspeed_affine.execute.compare import Difference
 from deepspeed_affine.execute.sampling import Sample
 
-__all__ = ["FINE", "PERCENTAGES", "Finding", "Outcome", "Sampled"]
+__all__ = ["FINE", "PERCENTAGES", "Finding", "Outcome", "Sampled", "in_order"]
 
 FINE, DIFFERENT, COULD_NOT = 0, 1, 2
 FORMAT = 1
@@ -25,9 +25,10 @@ class Finding:
     """One thing that is not as it should be, in ``file`` (relative to the folder).
 
     ``kind`` is ``missing``, ``extra``, ``size``, ``damaged`` (bytes are not those that were written), ``metadata``,
-    ``elements``, ``bytes`` (of a copied file, outside of its tensors), ``manifest`` (it contradicts the files), or
-    ``unreadable``. ``elements`` has ``difference``, the tensor's ``shape``, and ``source``: where the first differing
-    element comes from. A finding that is not ``decided`` may be the source's fault.
+    ``elements``, ``bytes`` (of a copied file, outside of its tensors), ``manifest`` (it contradicts the files, or
+    cannot be used), ``source`` (the manifest names another one), or ``unreadable``. ``elements`` has ``difference``,
+    the tensor's ``shape``, and ``source``: where the first differing element comes from. A finding that is not
+    ``decided`` may be the source's fault.
     """
 
     kind: str
@@ -165,15 +166,16 @@ class Outcome:
             "result": ("fine", "different", "cannot tell")[self.exit_code],
             "files": self.files,
             "bytes": self.nbytes,
-            "findings": [finding.to_dict() for finding in _sorted(self.findings)],
+            "findings": [finding.to_dict() for finding in in_order(self.findings)],
             "damaged_source": [fault.to_dict() for fault in self.source_faults],
             "notes": self.notes,
             "sample": None if self.sampled is None else self.sampled.to_dict(),
         }
 
 
-def _sorted(findings: Sequence[Finding]) -> list[Finding]:
-    return sorted(findings, key=lambda finding: (finding.file, finding.kind, finding.detail))
+def in_order(findings: Sequence[Finding]) -> list[Finding]:
+    """As they are shown: that all is compared with another source comes first, the rest by file."""
+    return sorted(findings, key=lambda finding: (finding.kind != "source", finding.file, finding.kind, finding.detail))
 
 
 def _probability(value: float) -> str:

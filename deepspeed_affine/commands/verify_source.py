@@ -15,6 +15,7 @@ from typing import Any
 from deepspeed_affine.commands.conversion import ConversionOptions, build_plan
 from deepspeed_affine.commands.identity import conversion_identity
 from deepspeed_affine.commands.policies import settle_drift, settle_identical
+from deepspeed_affine.commands.text import listed
 from deepspeed_affine.commands.verify_elements import Elements, damaged_storages
 from deepspeed_affine.commands.verify_findings import Finding, Outcome
 from deepspeed_affine.commands.verify_manifest import (
@@ -109,6 +110,7 @@ class _Proof:
 
     def run(self) -> Outcome:
         outcome, manifest = self.outcome, self.manifest
+        identity: Mapping[str, Any] = {}
         if manifest is not None:
             identity = conversion_identity(
                 self.checkpoint.folder, self.choices.to_dict(), deepspeed=self.choices.deepspeed
@@ -134,6 +136,8 @@ class _Proof:
             else:
                 self._whole(plan, planned, sizes, reader)
         outcome.source_faults += [fault for _, fault in self.damaged]
+        if manifest is not None and outcome.different:
+            outcome.findings += _other_source(manifest.identity, identity)
         return outcome
 
     def _plan(self, reader: ByteReader) -> ConversionPlan:
@@ -233,6 +237,16 @@ class _Proof:
             summed = {path: sizes[path] for path in sorted(left)}
             quiet = replace(self.settings, progress=False)
             self.outcome.findings += compare_sums(self.folder, summed, self.manifest, reader, quiet)
+
+
+def _other_source(recorded: Mapping[str, Any], asked: Mapping[str, Any]) -> list[Finding]:
+    """That the output was made from another checkpoint, which explains what else differs."""
+    key = "source"
+    if key not in recorded:
+        return []
+    lines = identity_differences({key: recorded[key]}, {key: asked[key]})
+    said = f"says that this output was made from another checkpoint: {listed(lines, 3)}"
+    return [Finding("source", MANIFEST_NAME, said)] if lines else []
 
 
 def _contradictions(manifest: Manifest, plan: ConversionPlan, names: Names) -> list[Finding]:

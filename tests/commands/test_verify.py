@@ -247,7 +247,7 @@ def newer(folder):
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (lambda folder: os.unlink(folder / MANIFEST_NAME), "No such file"),
+        (lambda folder: os.unlink(folder / MANIFEST_NAME), "--against the checkpoint"),
         (lambda folder: (folder / MANIFEST_NAME).write_text("{"), "Expecting property name"),
         (newer, "a newer version wrote it"),
     ],
@@ -262,7 +262,7 @@ def test_without_a_manifest_that_can_be_read_nothing_can_be_told(output, capsys,
     assert len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("folder", ["nothing", "in", "empty"])
+@pytest.mark.parametrize("folder", ["in", "empty"])
 def test_folders_that_are_no_outputs(output, tmp_path, capsys, folder):
     (tmp_path / "empty").mkdir()
     code, found, _ = verify(tmp_path / folder, capsys)
@@ -270,12 +270,29 @@ def test_folders_that_are_no_outputs(output, tmp_path, capsys, folder):
     assert MANIFEST_NAME in found["errors"][0]["message"]
 
 
+@pytest.mark.parametrize("options", [(), ("--quick",), ("--against",)])
+def test_a_folder_that_does_not_exist(output, tmp_path, capsys, options):
+    options = (*options, str(tmp_path / "in")) if options == ("--against",) else options
+    path = tmp_path / "nothing"
+    assert ds_affine(["verify", str(path), *options]) == 2
+    assert capsys.readouterr().err == f"ds_affine: error: {path}: does not exist. Check the path.\n"
+    (tmp_path / ".nothing.partial").mkdir()
+    assert ds_affine(["verify", str(path), *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{path}: does not exist; .nothing.partial beside it" in line
+    assert "run the same command again, and it resumes" in line
+    path.write_text("")
+    assert ds_affine(["verify", str(path), *options]) == 2
+    assert f"{path}: is a file; expected a folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (("",), "FOLDER: is empty"),
         (("x", "--against", ""), "--against: is empty"),
-        (("x", "--workers", "0"), "--workers: 0"),
+        (("x", "--on-drift", "average"), "--on-drift: says how to compare with a source; give --against"),
+        (("x", "--quick", "--no-source-crc", "--deepspeed", "0.19.2"), "--deepspeed and --no-source-crc: says"),
         (("x", "--seed", "1"), "--seed"),
     ],
 )

@@ -587,13 +587,48 @@ def test_a_manifest_that_contradicts_right_files(tmp_path, capsys):
     assert found["notes"] == ["since the conversion: the layout of parameter 'up' is another"]
 
 
-@pytest.mark.parametrize("harm", ["newer", "garbage"])
-def test_a_manifest_that_cannot_be_read(tmp_path, capsys, harm):
+def newer(data):
+    return data.replace(b'"format_version": 1', b'"format_version": 2')
+
+
+def a_name_changed(data):
+    return data.replace(b"zero/w/fp32.pt", b"zero/v/fp32.pt")
+
+
+def a_digit_changed(data):
+    at = data.index(b'"crc32": "') + len(b'"crc32": "')
+    return data[:at] + (b"1" if data[at : at + 1] == b"0" else b"0") + data[at + 1 :]
+
+
+@pytest.mark.parametrize("harm", [newer, a_name_changed, a_digit_changed, lambda data: b"[", lambda data: b""])
+@BOTH
+def test_a_manifest_that_cannot_be_read_is_a_finding_and_all_else_is_compared(tmp_path, capsys, harm, options):
     source, folder = made(tmp_path, "flat")
     path = folder / MANIFEST_NAME
-    data = path.read_bytes()
-    path.write_bytes(data.replace(b'"format_version": 1', b'"format_version": 2') if harm == "newer" else b"[")
-    assert against(folder, source, capsys)[0] == 2
+    path.write_bytes(harm(path.read_bytes()))
+    code, found, _ = against(folder, source, capsys, *options)
+    assert (code, found["result"]) == (1, "different")
+    assert (only(found)["kind"], only(found)["file"]) == ("manifest", MANIFEST_NAME)
+    assert str(folder) not in only(found)["detail"]
+    assert found["files"] == len([path for path in folder.rglob("*") if path.is_file()]) - 1
+    (note,) = found["notes"]
+    assert "the manifest cannot be used: " in note
+    assert "on_drift error" in note
+    flip_element(folder / "zero" / "w" / "exp_avg.pt", 1)
+    code, found, _ = against(folder, source, capsys, *options, "--on-drift", "first")
+    assert (code, sorted(finding["kind"] for finding in found["findings"])) == (1, ["elements", "manifest"])
+    assert "on_drift first" in found["notes"][0]
+
+
+def test_a_manifest_that_cannot_be_read_beside_a_source_that_needs_its_options(tmp_path, capsys):
+    source = drifted().save(tmp_path / "in")
+    assert convert(source, tmp_path / "out", "--on-drift", "average") == 0
+    (tmp_path / "out" / MANIFEST_NAME).write_text("{")
+    code, found, err = against(tmp_path / "out", source, capsys)
+    assert code == 2
+    assert MANIFEST_NAME in found["errors"][0]["message"]
+    assert "--on-drift" in err
+    assert against(tmp_path / "out", source, capsys, "--on-drift", "average")[0] == 1
 
 
 # The source.
@@ -627,6 +662,26 @@ def test_another_checkpoint_differs_in_content_and_is_told_apart(tmp_path, capsy
     assert code == 1
     assert any("since the conversion: source file" in note for note in found["notes"])
     assert {finding["param"] for finding in found["findings"] if finding["state"] == "fp32"} == {p.name for p in params}
+    assert (found["findings"][0]["kind"], found["findings"][0]["file"]) == ("source", MANIFEST_NAME)
+    assert [finding["kind"] for finding in found["findings"]].count("source") == 1
+
+
+def test_another_checkpoint_is_said_first_and_once(tmp_path, capsys):
+    _, folder = made(tmp_path, "zero1")
+    params = [Param(f"p{at:02d}", random_full((3,), at)) for at in range(40)]
+    source = make(World(stage=1, tp=4, dp=4), params).save(tmp_path / "other")
+    capsys.readouterr()
+    assert ds_affine(["verify", str(folder), "--against", source]) == 1
+    verdict, first, *rest = capsys.readouterr().out.splitlines()
+    assert "DIFFERENT" in verdict
+    assert first.split()[:2] == [MANIFEST_NAME, "source"]
+    assert "this output was made from another checkpoint: source file " in first
+    assert first.endswith(" more")
+    assert len(rest) == 19 + 1 + 5 + 1
+    assert rest[19].endswith("more; --all shows them")
+    assert rest[-1].endswith("more notes; --all shows them")
+    assert ds_affine(["verify", str(folder), "--against", source, "--all"]) == 1
+    assert len(capsys.readouterr().out.splitlines()) > 100
 
 
 def sources(folder):
@@ -707,6 +762,7 @@ def test_a_source_that_cannot_be_converted(tmp_path, capsys, harm):
     code, found, said = against(folder, source, capsys)
     assert code == 2
     assert found["errors"]
+    assert harm != "no folder" or f"{source}: does not exist. Check the path." in said
     assert "Traceback" not in said
     assert "internal error" not in said
 
@@ -719,7 +775,9 @@ def test_folders_that_are_no_outputs(tmp_path, capsys, folder):
     shutil.copy(os.path.join(source, os.listdir(source)[0]), tmp_path / "in")
     code, found, _ = against(tmp_path / folder, source, capsys)
     assert code == (2 if folder == "nothing" else 1)
-    if folder != "nothing":
+    if folder == "nothing":
+        assert "nothing: does not exist" in found["errors"][0]["message"]
+    else:
         assert any(finding["kind"] == "missing" for finding in found["findings"])
 
 
