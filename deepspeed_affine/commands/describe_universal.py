@@ -222,8 +222,8 @@ def _manifest(folder: UniversalFolder, missing: list[str], faults: Faults) -> di
         fact = "is missing" if found is None else f"has {found} bytes"
         faults.add(
             CheckpointFormatError(
-                f"{path}: {fact}; {MANIFEST_NAME} lists it with {listed.nbytes}. The folder was changed after it was "
-                "written: convert again.",
+                f"{path}: {fact}; {MANIFEST_NAME} lists it with {listed.nbytes} bytes. The folder was changed after it "
+                "was written: convert again.",
                 param=listed.param,
                 file=path,
             )

@@ -9,8 +9,9 @@ from typing import Any
 
 from deepspeed_affine.commands.describe import FORMAT, describe_checkpoint, fault_entries
 from deepspeed_affine.commands.describe_universal import describe_universal
+from deepspeed_affine.commands.folders import missing_folder, require_folder
 from deepspeed_affine.commands.text import align, counted, listed, say, say_faults, size
-from deepspeed_affine.errors import CheckpointFormatError, PolicyError
+from deepspeed_affine.errors import SHOWN_FAULTS, CheckpointFormatError, PolicyError
 from deepspeed_affine.storage.files import absolute, list_folder
 from deepspeed_affine.storage.folder import parse_name
 from deepspeed_affine.storage.universal import is_universal
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``ds_affine inspect``."""
     parser.add_argument("folder", metavar="FOLDER", help="DeepSpeed checkpoint folder, or universal folder")
     parser.add_argument("--params", action="store_true", help="list every parameter too")
-    parser.add_argument("--all", action="store_true", help="leave no name of a list out")
+    parser.add_argument("--all", action="store_true", help="leave no name of a list out, and no fault")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
 
 
@@ -38,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
         say(json.dumps(description, indent=1))
     else:
         say("\n".join(format_description(description, every=args.all)))
-    say_faults("ds_affine", [str(fault["message"]) for fault in description["faults"]])
+    faults = [str(fault["message"]) for fault in description["faults"]]
+    say_faults("ds_affine", faults, None if args.all else SHOWN_FAULTS)
     return DESCRIBED if description["complete"] else COULD_NOT
 
 
@@ -54,6 +56,7 @@ def folder_kind(path: str) -> str:
 def describe_folder(path: str, *, with_params: bool = False) -> dict[str, Any]:
     """The description of any folder; one that is no checkpoint is of kind ``other``, with the reason as its fault."""
     try:
+        require_folder(absolute(path))
         if folder_kind(path) == "universal":
             return describe_universal(path, with_params=with_params)
         return describe_checkpoint(path, with_params=with_params)
@@ -71,7 +74,8 @@ def format_description(found: Mapping[str, Any], *, every: bool = False) -> list
     """The description as lines, first what matters most."""
     lines = [str(found["folder"])]
     if found["kind"] == "other":
-        return [*lines, "neither a DeepSpeed checkpoint nor a universal one"]
+        none = missing_folder(lines[0]) is not None
+        return [*lines, "no folder" if none else "neither a DeepSpeed checkpoint nor a universal one"]
     universal = found["kind"] == "universal"
     state = "complete" if found["complete"] else _incomplete(found)
     lines.append(f"{'universal checkpoint' if universal else 'DeepSpeed checkpoint'}, {state}")
@@ -117,7 +121,7 @@ def _checkpoint_rows(found: Mapping[str, Any], most: int | None) -> Rows:
         ("saved", _saved(found)),
         ("files", _files(found)),
         ("parameters", _parameters(parameters)),
-        ("", ", ".join(f"{count} by {rule}" for rule, count in parameters["rules"].items())),
+        ("", ", ".join(f"{rule}: {count:,}" for rule, count in parameters["rules"].items())),
         ("states", _states(found["states"], parameters["optimized"])),
         ("no layout", listed(parameters["undescribed"], most)),
         *[("", each["message"]) for each in found["layout_faults"][:most]],

@@ -12,10 +12,12 @@ from functools import cached_property
 from typing import Any
 
 from deepspeed_affine.commands.conversion import ConversionOptions, build_plan
+from deepspeed_affine.commands.folders import require_folder
 from deepspeed_affine.commands.inspect import folder_kind
 from deepspeed_affine.commands.layouts import Layouts, describe_layouts
 from deepspeed_affine.commands.module_tensors import ModuleTensors
 from deepspeed_affine.commands.tensor_files import BARE, Source, TensorFiles
+from deepspeed_affine.errors import CheckpointFormatError, Faults
 from deepspeed_affine.execute.checkpoint import Checkpoint, read_checkpoint
 from deepspeed_affine.execute.compare import stored_storage, stored_tensor
 from deepspeed_affine.execute.gather import PieceReader
@@ -28,7 +30,8 @@ from deepspeed_affine.lowering.states import FP32, ShardKey, shape_numel
 from deepspeed_affine.lowering.stock_rules import NEWEST_KNOWN, StockRules
 from deepspeed_affine.lowering.zero import whole_pieces
 from deepspeed_affine.plan.conversion import ConversionPlan, ShardPieces, SourceStorage, TensorFile
-from deepspeed_affine.storage.files import ByteReader, absolute
+from deepspeed_affine.storage.files import ByteReader, absolute, is_file, join
+from deepspeed_affine.storage.manifest import MANIFEST_NAME, Manifest
 from deepspeed_affine.storage.pt_reader import load_pickle
 from deepspeed_affine.storage.refs import TensorRef
 from deepspeed_affine.storage.universal import StoredState, UniversalFolder, read_state, scan_universal
@@ -224,15 +227,39 @@ Side = CheckpointSide | UniversalSide
 
 def open_side(path: str) -> Side:
     """The folder at ``path``, whole: raises the errors of reading it where files are missing or damaged."""
+    require_folder(absolute(path))
     if folder_kind(path) == "deepspeed":
         return CheckpointSide(absolute(path), read_checkpoint(path))
     folder = scan_universal(path)
+    _require_listed(folder)
     states = {(file.param, file.state): read_state(file.path) for file in folder.files}
     models = tuple(
         read_model_file(file.path, ShardKey(0, file.mp or 0), file.dp or 0, load_pickle(file.path).root)
         for file in folder.model_files
     )
     return UniversalSide(absolute(path), folder, states, models)
+
+
+def _require_listed(folder: UniversalFolder) -> None:
+    """Raises a fault for each file that the folder's manifest lists and that is not there. A manifest that cannot be
+    read is no content, and says nothing."""
+    try:
+        listed = Manifest.read(folder.path).files if folder.manifest is not None else {}
+    except CheckpointFormatError:
+        return
+    faults = Faults()
+    for name in sorted(listed.keys() - folder.sizes.keys()):
+        path = join(folder.path, *name.split("/"))
+        if not is_file(path):
+            faults.add(
+                CheckpointFormatError(
+                    f"{path}: is missing; {MANIFEST_NAME} lists it. The folder was changed after it was written: "
+                    "convert again, or copy again.",
+                    param=listed[name].param,
+                    file=path,
+                )
+            )
+    faults.raise_if_any()
 
 
 def readers(side: Side, reader: ByteReader) -> Iterator[tuple[Tensors, PieceReader]]:

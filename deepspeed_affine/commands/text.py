@@ -18,11 +18,14 @@ def say(text: str) -> None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
-def say_faults(program: str, messages: Iterable[str]) -> None:
-    """One line a fault on stderr, as every command ends."""
-    for message in messages:
-        for line in message.splitlines():
-            print(_printable(f"{program}: error: {line}", sys.stderr), file=sys.stderr)
+def say_faults(program: str, messages: Iterable[str], most: int | None = None) -> None:
+    """One line a fault on stderr, as every command ends; those beyond ``most`` are counted."""
+    lines = [line for message in messages for line in message.splitlines()]
+    shown = lines if most is None else lines[:most]
+    if len(lines) > len(shown):
+        shown = [*shown, f"and {len(lines) - len(shown):,} more (--all)"]
+    for line in shown:
+        print(_printable(f"{program}: error: {line}", sys.stderr), file=sys.stderr)
 
 
 def _printable(text: str, stream: TextIO) -> str:

@@ -18,6 +18,7 @@ from synthetic import COLUMN, REPLICATED, ROW, Cut, ExpertLayer, Foreign, Param,
 
 from deepspeed_affine.cli import ds_affine
 from deepspeed_affine.ir.ints import coordinates
+from deepspeed_affine.storage.manifest import MANIFEST_NAME
 from deepspeed_affine.storage.pt_reader import load_pickle
 
 STRIDE = 10_000
@@ -604,6 +605,7 @@ def test_every_changed_bit_of_a_universal_folder_is_named(tmp_path, capsys):
 def test_files_and_entries_of_universal_folders(tmp_path, capsys):
     source = make(World(tp=2), params()).save(tmp_path / "in")
     assert convert(source, tmp_path / "a") == 0
+    (tmp_path / "a" / MANIFEST_NAME).unlink()
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     (tmp_path / "b" / "zero" / "up" / "exp_avg.pt").rename(tmp_path / "b" / "zero" / "up" / "moved.pt")
     path = tmp_path / "b" / "zero" / "down" / "fp32.pt"
@@ -621,6 +623,31 @@ def test_files_and_entries_of_universal_folders(tmp_path, capsys):
     assert set(rows) == {("down", "['cat_dim']"), ("norm", "['param']")}
     assert (rows["down", "['cat_dim']"]["a"], rows["down", "['cat_dim']"]["b"]) == ("1", "0")
     assert "float64" in rows["norm", "['param']"]["b"]
+
+
+@pytest.mark.parametrize("options", [(), ("--layouts",), ("--contents",)])
+def test_a_universal_folder_without_files_its_manifest_lists_cannot_be_compared(tmp_path, capsys, options):
+    source = make(World(tp=2), [*params(), *(Param(f"p{at:02d}", random_full((3,), at)) for at in range(12))])
+    assert convert(source.save(tmp_path / "in"), tmp_path / "a") == 0
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    gone = tmp_path / "b" / "zero" / "up" / "exp_avg.pt"
+    gone.unlink()
+    for a, b in (("a", "b"), ("b", "a"), ("b", "b"), ("in", "b")):
+        code, found, err = diff(tmp_path / a, tmp_path / b, capsys, *options)
+        assert (code, [error["file"] for error in found["errors"]]) == (2, [str(gone)])
+        assert err == [
+            f"ds_affine: error: {gone}: is missing; {MANIFEST_NAME} lists it. The folder was changed after it was "
+            "written: convert again, or copy again."
+        ]
+    for at in range(12):
+        (tmp_path / "b" / "zero" / f"p{at:02d}" / "fp32.pt").unlink()
+    code, found, err = diff(tmp_path / "a", tmp_path / "b", capsys, *options)
+    assert (code, len(found["errors"]), len(err)) == (2, 13, 11)
+    # What nobody promised is no hole: neither side's manifest, nor a damaged one, says what there should be.
+    (tmp_path / "b" / MANIFEST_NAME).write_text("{")
+    if options == ("--contents",):
+        assert diff(tmp_path / "b", tmp_path / "b", capsys, *options)[0] == 0
+        assert diff(tmp_path / "a", tmp_path / "b", capsys, *options)[0] == 1
 
 
 def test_universal_folders_from_other_layouts_hold_the_same(tmp_path, capsys):
@@ -656,8 +683,12 @@ def test_folders_that_cannot_be_compared(tmp_path, capsys):
         assert any(made.optim_name(1, 1) in line for line in err)
         assert all(line.startswith("ds_affine: error: ") for line in err)
         assert found["errors"]
-    for wrong in ([a, tmp_path / "nothing"], ["", a], [a, a, "--layouts", "--contents"], [a, a, "--workers", "0"]):
+    for wrong in ([a, tmp_path / "nothing"], ["", a], [a, a, "--layouts", "--contents"]):
         assert ds_affine(["diff", *map(str, wrong)]) == 2
+    for folders in ([a, tmp_path / "nothing"], [tmp_path / "nothing", a]):
+        assert diff(*folders, capsys)[2] == [
+            f"ds_affine: error: {tmp_path / 'nothing'}: does not exist. Check the path."
+        ]
 
 
 def test_a_checkpoint_no_converter_takes_is_compared_file_by_file(tmp_path, capsys):

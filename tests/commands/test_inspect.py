@@ -470,6 +470,31 @@ def test_a_manifest_knows_every_file(listed, capsys):
         path.write_bytes(content)
 
 
+def test_ten_faults_are_shown_and_all_when_asked(tmp_path, capsys):
+    several = [Param(f"p{at:02d}", random_full((3,), at)) for at in range(6)]
+    assert convert(make(World(), several).save(tmp_path / "in"), tmp_path / "u") == 0
+    files = sorted((tmp_path / "u" / "zero").rglob("p*/*.pt"))
+    size = files[0].stat().st_size
+    files[0].write_bytes(files[0].read_bytes() + b"more")
+    for path in files[1:]:
+        path.unlink()
+    code, found, err = inspect(tmp_path / "u", capsys)
+    count = len(found["faults"])
+    assert (code, len(err)) == (2, 11)
+    assert count >= len(files)
+    assert any(f"has {size + 4} bytes; affine_manifest.json lists it with {size} bytes. The" in line for line in err)
+    assert err[-1] == f"ds_affine: error: and {count - 10} more (--all)"
+    assert len(inspect(tmp_path / "u", capsys, "--all")[2]) == count
+
+
+def test_a_folder_that_does_not_exist(tmp_path, capsys):
+    (tmp_path / ".nope.partial").mkdir()
+    assert ds_affine(["inspect", str(tmp_path / "nope")]) == 2
+    said = capsys.readouterr()
+    assert said.out.splitlines() == [str(tmp_path / "nope"), "no folder"]
+    assert f"{tmp_path / 'nope'}: does not exist; .nope.partial beside it" in said.err
+
+
 def test_states_that_others_have_are_no_fault_where_the_manifest_lists_what_there_is(tmp_path, capsys):
     """Two groups with optimizers of their own: one keeps a state more."""
     made = make(World(dp=1), [*params()[:3], Param("norm", random_full((3,), 4), group=1)])
@@ -511,7 +536,11 @@ def test_folders_that_are_no_checkpoint(tmp_path, capsys):
     inner = made.save(tmp_path / "run" / "global_step7")
     (tmp_path / "run" / "latest").write_text("global_step7")
     (tmp_path / "empty").mkdir()
-    for folder, part in ((tmp_path / "run", inner), (tmp_path / "empty", "0 entries"), (tmp_path / "gone", "listed")):
+    for folder, part in (
+        (tmp_path / "run", inner),
+        (tmp_path / "empty", "0 entries"),
+        (tmp_path / "gone", "gone: does not exist. Check"),
+    ):
         code, found, err = inspect(folder, capsys)
         assert (code, found["kind"], found["complete"]) == (2, "other", False)
         assert len(err) == 1
@@ -588,7 +617,15 @@ def test_text_for_people(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == [folder, "DeepSpeed checkpoint, complete"]
     text = "\n".join(lines)
-    for part in ("ZeRO-1, TP 2, PP 1, DP 2, EP 1", "would convert", "head = emb", "step (7)", "emb", "9x3"):
+    for part in (
+        "ZeRO-1, TP 2, PP 1, DP 2, EP 1",
+        "would convert",
+        "head = emb",
+        "step (7)",
+        "default branch: ",
+        "emb",
+        "9x3",
+    ):
         assert part in text
     assert max(map(len, lines[:20])) < 160
     (head,) = [line for line in lines if line.startswith("parameter ")]
@@ -624,7 +661,7 @@ def test_whatever_a_file_says_is_described_or_named(tmp_path, capsys, seed):
             del holder[key]
         else:
             holder[key] = chosen.choice(JUNK)
-    code, found, err = inspect(made.save(tmp_path / "in"), capsys, "--params")
+    code, found, err = inspect(made.save(tmp_path / "in"), capsys, "--params", "--all")
     assert code == (0 if found["complete"] else 2)
     assert len(err) == sum(len(fault["message"].splitlines()) for fault in found["faults"])
     assert not any("internal error" in line for line in err)
