@@ -14,11 +14,11 @@ from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults
 from deepspeed_affine.execute.checkpoint import Checkpoint, ModelFile
 from deepspeed_affine.execute.model_file import UC_INFO
 from deepspeed_affine.lowering.reading import as_mapping
-from deepspeed_affine.lowering.state_table import GroupRecord
+from deepspeed_affine.lowering.state_table import STEP, GroupRecord
 from deepspeed_affine.lowering.uc_info import UcInfo
 from deepspeed_affine.storage.files import name_of
 
-__all__ = ["check_groups", "check_model_files"]
+__all__ = ["check_groups", "check_model_files", "partition_numbers"]
 
 
 def check_model_files(checkpoint: Checkpoint, info: UcInfo) -> None:
@@ -61,16 +61,33 @@ def check_model_files(checkpoint: Checkpoint, info: UcInfo) -> None:
     faults.raise_if_any()
 
 
-def check_groups(checkpoint: Checkpoint, files: TensorFiles) -> None:
+def partition_numbers(checkpoint: Checkpoint, files: TensorFiles) -> frozenset[tuple[int, str]]:
+    """``(group, state)`` of every number that the ranks computed each of its own partition, such as Adafactor's RMS.
+
+    It is no number of a parameter. It is told by its values, which differ, while the group keeps a step; whether the
+    ranks took the same steps is asked of the step.
+    """
+    found: dict[tuple[int, str], set[tuple[str, bytes]]] = {}
+    for record in checkpoint.states.groups:
+        for state, value in record.states.items() if STEP in record.states else ():
+            if state != STEP and _is_number(value) and _is_fractional(value):
+                found.setdefault((record.group, state), set()).add(files.number(value))
+    return frozenset(key for key, values in found.items() if len(values) > 1)
+
+
+def check_groups(checkpoint: Checkpoint, files: TensorFiles, leaving: frozenset[tuple[int, str]]) -> None:
     """Of every parameter group each optimizer file has the same states, in one precision, and the same numbers.
 
-    Raises one error listing every file that differs from the first of its group.
+    ``leaving`` are numbers of single partitions, as ``partition_numbers`` gives them. Raises one error listing every
+    file that differs from the first of its group.
     """
     faults = Faults()
     first: dict[tuple[int, int], GroupRecord] = {}
     for record in checkpoint.states.groups:
         known = first.setdefault((record.places[0].shard.pp, record.group), record)
         for state in sorted({*known.states, *record.states}):
+            if (record.group, state) in leaving:
+                continue
             try:
                 _check_state(record, known, state, files)
             except AffineError as fault:
@@ -138,6 +155,10 @@ def _fault(record: GroupRecord, state: str, fact: str, other: str) -> Checkpoint
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (bool, int, float)) or getattr(value, "shape", None) == ()
+
+
+def _is_fractional(value: Any) -> bool:
+    return isinstance(value, float) or str(getattr(value, "dtype", "")).startswith(("float", "bfloat"))
 
 
 def _dtype(value: Any) -> str | None:

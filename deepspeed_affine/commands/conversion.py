@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_affine.commands.agreement import check_groups, check_model_files
+from deepspeed_affine.commands.agreement import check_groups, check_model_files, partition_numbers
 from deepspeed_affine.commands.module_tensors import ModuleTensors
 from deepspeed_affine.commands.outputs import copied_files, object_files
 from deepspeed_affine.commands.tensor_files import BARE, ConversionOptions, Entries, Source, TensorFiles
@@ -60,6 +60,7 @@ class _Builder:
         self.files = TensorFiles(options, checkpoint.pp_degree)
         self.suspects: list[Suspect] = []
         self.lowered: list[LoweredParam] = []
+        self.leaving: frozenset[tuple[int, str]] = frozenset()
 
     @property
     def flat(self) -> bool:
@@ -69,6 +70,7 @@ class _Builder:
     def build(self) -> tuple[ConversionPlan, tuple[Suspect, ...]]:
         checkpoint, files = self.checkpoint, self.files
         check_model_files(checkpoint, self.info)
+        self.leaving = partition_numbers(checkpoint, files)
         faults = Faults()
         for name in sorted({*checkpoint.shapes, *checkpoint.states}):
             _collect(faults, self._optimized, name)
@@ -82,7 +84,7 @@ class _Builder:
         for file in (*folder.layer_files, *folder.expert_files, *folder.expert_optim_files):
             _collect(faults, files.check, file.path)
         faults.raise_if_any()
-        check_groups(checkpoint, files)
+        check_groups(checkpoint, files, self.leaving)
         self._require_all()
         self._report_unused()
         self._report_empty()
@@ -178,6 +180,8 @@ class _Builder:
             sources.append(source)
             self.files.add(name, state, source, layout, entries, truncate=truncate, average=average)
         for state, values in states.scalars.items():
+            if (states.group, state) in self.leaving:
+                continue
             # ZeRO-3's numbers stay in the shared optimizer state, as DeepSpeed's loader expects.
             self.files.scalar(name, state, values, write=self.checkpoint.stage < 3)
         if lowered is not None and lowered.rule.value != keys.AFFINE_MAP and self._may_be_identical(lowered):
@@ -230,6 +234,9 @@ class _Builder:
         if self.checkpoint.states.empty_states:
             names = ", ".join(sorted(self.checkpoint.states.empty_states))
             self.files.notes.append(f"optimizer states saved as None, nothing to carry: {names}")
+        if self.leaving:
+            names = ", ".join(sorted({state for _, state in self.leaving}))
+            self.files.notes.append(f"left out, a number each rank computed of its own partition: {names}")
 
 
 def patterns_without_parameter(

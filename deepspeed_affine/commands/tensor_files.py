@@ -205,7 +205,7 @@ class TensorFiles:
         self, subject: str, ours: Any, theirs: Any, *, param: str, file: str, rank: int | None = None
     ) -> bool:
         """Whether two ranks' numbers are the same bytes; if not, that is refused or, where the user chose so, noted."""
-        if self._number(ours) == self._number(theirs):
+        if self.number(ours) == self.number(theirs):
             return True
         fact = f"{subject} differs"
         if self.options.on_drift is OnDrift.FIRST:
@@ -219,7 +219,7 @@ class TensorFiles:
             file=file,
         )
 
-    def _number(self, value: Any) -> tuple[str, bytes]:
+    def number(self, value: Any) -> tuple[str, bytes]:
         """The bytes of a number; one stored for a whole group of parameters is read once."""
         if not isinstance(value, TensorRef):
             return type(value).__name__, repr(value).encode()

@@ -9,7 +9,10 @@ from typing import Any
 from deepspeed_affine.errors import CheckpointFormatError
 from deepspeed_affine.lowering.zero import Fragment
 
-__all__ = ["GroupRecord", "ParamStates", "Place", "ShardKey", "StateTable", "StoredScalar"]
+__all__ = ["STEP", "GroupRecord", "ParamStates", "Place", "ShardKey", "StateTable", "StoredScalar"]
+
+STEP = "step"
+"""The state that counts an optimizer's steps, in every optimizer that counts them per parameter."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -28,7 +28,6 @@ __all__ = [
 ]
 
 FP32 = "fp32"
-STEP = "step"
 MUON_STATE = "momentum_buffer"
 
 

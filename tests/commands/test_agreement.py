@@ -1,5 +1,6 @@
 """What ranks say of the whole without holding it: compared, whatever the grid."""
 
+import pytest
 import torch
 from converting import assert_converts, assert_refuses
 from edits import native_moe, optimizer_state
@@ -86,3 +87,21 @@ def test_shapes_that_differ_on_one_data_rank_are_refused(tmp_path, capsys):
     made.model(0, 1)["param_shapes"] = [{"w": shapes["v"], "v": shapes["w"]}]
     said = assert_refuses(made.save(tmp_path / "ckpt"), tmp_path, capsys)
     assert made.model_name(0, 1) in said
+
+
+@pytest.mark.parametrize("value", [3, torch.tensor(3), True])
+def test_a_count_that_differs_is_no_number_of_a_partition(tmp_path, capsys, value):
+    made = many(dp=3, scalars={"count": 2 if value is not True else False})
+    optimizer_state(made, 2)["state"][0]["count"] = value
+    assert "'count'" in assert_refuses(made.save(tmp_path / "ckpt"), tmp_path, capsys)
+
+
+def test_a_fraction_that_differs_where_no_step_is_kept_is_refused(tmp_path, capsys):
+    made = many(dp=3, step=None, scalars={"progress": 0.5})
+    optimizer_state(made, 2)["state"][0]["progress"] = 0.75
+    assert "'progress'" in assert_refuses(made.save(tmp_path / "ckpt"), tmp_path, capsys)
+
+
+def test_a_fraction_that_agrees_is_a_number_of_every_parameter(tmp_path):
+    target = assert_converts(many(dp=3, scalars={"mu_product": 0.9}), tmp_path)
+    assert all((target / "zero" / f"p{n}" / "mu_product.pt").exists() for n in range(6))

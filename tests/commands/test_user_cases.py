@@ -734,6 +734,21 @@ def test_p49_muon_copies_that_differ_are_refused_by_name(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_p49_adafactor_keeps_its_statistics_and_not_each_partitions_norm(tmp_path, capsys, stage, tp):
+    """On a flat partition it does not factor, so every state is one of elements, but for the norm of the partition."""
+    made = make(World(stage=stage, tp=tp, dp=2, states=("exp_avg_sq",), step=3), two_groups(tp))
+    for mp in range(tp):
+        for dp in range(2):
+            for group in range(2):
+                optimizer_state(made, dp, mp)["state"][group]["RMS"] = torch.tensor(0.1 * (1 + dp + mp))
+    target = assert_converts(made, tmp_path)
+    assert "RMS" in capsys.readouterr().out
+    for param in ("up.weight", "bias"):
+        assert set(os.listdir(target / "zero" / param)) <= {"fp32.pt", "exp_avg_sq.pt", "step.pt"}
+
+
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("value", [torch.zeros(3, 3), torch.zeros(5), [1.0], {"row": torch.zeros(2)}, Foreign(a=1)])
 def test_p49_states_that_cannot_be_mapped_are_refused_by_name(tmp_path, capsys, stage, value):
     """Adafactor's row and column statistics, Shampoo's preconditioners."""

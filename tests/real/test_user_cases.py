@@ -30,7 +30,8 @@ HERE = Path(__file__).parent
 SCRIPT = HERE / "train_user_cases.py"
 FEW = ("few_bf16opt", "few_zero1", "few_zero2", "few_zero3")
 SEQUENCE = ("sequence_zero1", "sequence_zero3")
-STAGES = {"few_zero2": 2, "few_zero3": 3, "sequence_zero3": 3}
+ADAFACTOR = ("adafactor_zero1", "adafactor_zero3")
+STAGES = {"few_zero2": 2, "few_zero3": 3, "sequence_zero3": 3, "adafactor_zero3": 3}
 
 
 def convert(folder: Path, target: Path, *options: str) -> int:
@@ -67,13 +68,15 @@ def special(cache_folder):
         digest = hashlib.sha256(SCRIPT.read_bytes()).hexdigest()[:12]
         root = cache_folder / f"{real.key}-user-cases-{digest}"
         if not (root / kind / "train.json").exists():
-            command = [sys.executable, str(SCRIPT), str(root), *FEW, *SEQUENCE]
+            command = [sys.executable, str(SCRIPT), str(root), *FEW, *SEQUENCE, *ADAFACTOR]
             environment = real.environment.variables()
             ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
             assert ended.returncode == 0, ended.stderr[-3000:]
         result = json.loads((root / kind / "train.json").read_text(encoding="utf-8"))
         assert result["ok"], result["error"]
-        return Made(Case(kind, world=4, stage=STAGES.get(kind, 1)), root / kind / "global_step2")
+        return Made(
+            Case(kind, world=2 if kind in ADAFACTOR else 4, stage=STAGES.get(kind, 1)), root / kind / "global_step2"
+        )
 
     return made
 
@@ -260,6 +263,16 @@ def test_p49_every_optimizer(real, stage, optimizer):
     universal = compared(real, f"zero{stage}_{optimizer}")
     states = {path.stem for path in universal.glob("zero/up.weight/*.pt")} - {"fp32", "step"}
     assert states == OPTIMIZERS.get(optimizer, {"momentum_buffer"})
+
+
+@pytest.mark.cases("zero1_fp32")
+@pytest.mark.parametrize("kind", ADAFACTOR)
+def test_p49_adafactor_keeps_its_statistics_and_not_each_partitions_norm(real, special, tmp_path, capsys, kind):
+    made = special(real, kind)
+    assert convert(made.folder, tmp_path / "universal", "--inject_missing_state") == 0
+    assert "RMS" in capsys.readouterr().out
+    wrong, count = real_shards.faults(tmp_path / "universal", made.case, made.truth())
+    assert (wrong, count > 30) == ([], True)
 
 
 @pytest.mark.cases("zero1_step0", "zero2_step0", "zero3_step0")

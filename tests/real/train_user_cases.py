@@ -49,6 +49,15 @@ def few(case: Case) -> Any:
     return deepspeed.initialize(model=model, config=config, model_parameters=groups)[0]
 
 
+def adafactor(case: Case) -> Any:
+    from transformers import Adafactor
+
+    model = Plain()
+    config = train.build_config(case)
+    optimizer = Adafactor(model.parameters(), lr=1e-2, relative_step=False, scale_parameter=False)
+    return deepspeed.initialize(model=model, config=config, optimizer=optimizer)[0]
+
+
 def sequence(case: Case) -> Any:
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
@@ -70,6 +79,8 @@ KINDS = {
     "few_zero1": (few, Case("few_zero1", world=4, groups=2)),
     "few_zero2": (few, Case("few_zero2", world=4, groups=2, stage=2)),
     "few_zero3": (few, Case("few_zero3", world=4, groups=2, stage=3)),
+    "adafactor_zero1": (adafactor, Case("adafactor_zero1", world=2)),
+    "adafactor_zero3": (adafactor, Case("adafactor_zero3", world=2, stage=3)),
     "sequence_zero1": (sequence, Case("sequence_zero1", world=4)),
     "sequence_zero3": (sequence, Case("sequence_zero3", world=4, stage=3)),
 }
