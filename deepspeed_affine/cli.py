@@ -57,11 +57,15 @@ def ds_affine(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"deepspeed-affine {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    parsers = {}
     for verb, summary in VERBS.items():
-        sub = verbs.add_parser(verb, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        sub = parsers[verb] = verbs.add_parser(verb, help=summary, description=summary[0].upper() + summary[1:] + ".")
         module = import_module(f"deepspeed_affine.commands.{verb}")
         module.add_arguments(sub)
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
         sub.set_defaults(run=module.run)
-    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    args, unknown = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    if unknown:
+        # As argparse says it, with the usage of the verb and not of all.
+        parsers[args.verb].error(f"unrecognized arguments: {' '.join(unknown)}")
     return guarded("ds_affine", args.run, args)

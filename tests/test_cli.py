@@ -199,7 +199,7 @@ def test_json_describes_the_result(tmp_path, capsys):
     assert found["zero_stage"] == 1
     assert found["degrees"] == {"tp": 2, "pp": 1, "dp": 2}
     assert found["parameters"] == 2
-    assert found["states"] == ["exp_avg", "exp_avg_sq", "fp32"]
+    assert found["states"] == ["exp_avg", "exp_avg_sq", "fp32", "step"]
     assert found["truncated"] == ["emb"]
     assert found["files"] == len([name for name in listing(tmp_path / "out") if name.endswith(".pt")])
     written = sum(os.path.getsize(tmp_path / "out" / n) for n in listing(tmp_path / "out") if n.endswith(".pt"))
@@ -308,3 +308,28 @@ def test_conversion_needs_no_deepspeed(tmp_path):
     run = python(code + "sys.exit(code)", "--affine", *folders)
     assert run.returncode == 0, run.stderr
     assert wrong(made, tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("verb", ["verify", "diff", "inspect", "parity"])
+def test_what_a_verb_does_not_know_is_said_with_its_own_usage(capsys, verb):
+    with pytest.raises(SystemExit) as ended:
+        cli.ds_affine([verb, "--input_folder" if verb == "parity" else "a", "b", "c", "d"])
+    assert ended.value.code == 2
+    usage, *_, last = capsys.readouterr().err.splitlines()
+    assert usage.startswith(f"usage: ds_affine {verb} ")
+    assert last.startswith(f"ds_affine {verb}: error: unrecognized arguments: ")
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "two"])
+def test_a_number_of_workers_is_refused_in_the_same_words_everywhere(capsys, number):
+    for main, arguments in (
+        (cli.ds_to_universal, ["--affine", "--input_folder", "a", "--output_folder", "b"]),
+        (cli.ds_affine, ["verify", "a"]),
+        (cli.ds_affine, ["diff", "a", "b"]),
+        (cli.ds_affine, ["parity", "--input_folder", "a"]),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments, f"--workers={number}"])
+        assert ended.value.code == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said.endswith(f"error: argument --workers: {number!r} is not a number of at least 1")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from deepspeed_affine.commands.arguments import positive
 from deepspeed_affine.commands.text import align, counted, say, size
 from deepspeed_affine.errors import PolicyError
 
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layouts", action="store_true", help="compare layouts only; no tensor is read")
     parser.add_argument("--contents", action="store_true", help="compare contents only")
     parser.add_argument(
-        "--workers", type=int, default=min(4, os.cpu_count() or 1), help="threads (default: %(default)s)"
+        "--workers", type=positive, default=min(4, os.cpu_count() or 1), help="threads (default: %(default)s)"
     )
     parser.add_argument("--all", action="store_true", help=f"show all that differs, not the first {SHOWN} of each kind")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
@@ -73,8 +74,6 @@ def run(args: argparse.Namespace) -> int:
             raise PolicyError(f"{name.upper()}: is empty; expected a path. Is a shell variable not set?")
     if args.layouts and args.contents:
         raise PolicyError("--layouts and --contents: each leaves the other part out; give one, or neither for both.")
-    if args.workers < 1:
-        raise PolicyError(f"--workers: {args.workers}; expected at least 1.")
     found = compare_folders(
         args.a,
         args.b,

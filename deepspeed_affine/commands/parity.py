@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from deepspeed_affine.commands.arguments import positive
 from deepspeed_affine.errors import AffineError, CheckpointFormatError, PolicyError
 from deepspeed_affine.parity import FrozenSlices, ParityReport, ParityRow, Verdict, compare_universal
 
@@ -72,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workdir", help="new folder for both outputs, which are kept; default: a temporary one")
     parser.add_argument("--no_strict", dest="strict", action="store_false", help="as in ds_to_universal, for both")
     parser.add_argument("--inject_missing_state", action="store_true", help="as in ds_to_universal, for both")
-    parser.add_argument("--workers", type=int, default=1, help="workers of each converter (default: 1)")
+    parser.add_argument("--workers", type=positive, default=1, help="workers of each converter (default: 1)")
     parser.add_argument("--all", action="store_true", help="list the equal files too")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
 

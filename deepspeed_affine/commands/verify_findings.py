@@ -86,12 +86,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What of a folder's data was looked at. ``unit`` is ``file`` or ``block``."""
+    """What of a folder's data was looked at. ``unit`` is ``block``, or ``group``: of files, of which ``files`` says how
+    many were read and how many there are."""
 
     sample: Sample
     unit: str
     nbytes: int
     total_bytes: int
+    files: tuple[int, int] | None = None
 
     @property
     def missed(self) -> dict[int, float]:
@@ -103,13 +105,17 @@ class Sampled:
         """The sample in words: what was chosen, what the choice finds, how to repeat it."""
         sample = self.sample
         if sample.chosen == sample.units:
-            return [f"all data was read: {counted(sample.units, self.unit)}, {size(self.total_bytes)}"]
+            units = counted(sample.units, self.unit) if self.files is None else counted(self.files[1], "file")
+            return [f"all data was read: {units}, {size(self.total_bytes)}"]
         missed = " and ".join(
-            f"damage to {percent} % of them is missed with probability {_probability(chance)}"
+            f"damage to {percent} % of the {self.unit}s is missed with probability {_probability(chance)}"
             for percent, chance in self.missed.items()
         )
+        chosen = f"{sample.chosen:,} of {counted(sample.units, self.unit)}"
+        if self.files is not None:
+            chosen += f" of files ({self.files[0]:,} of {counted(self.files[1], 'file')})"
         return [
-            f"sampled: {sample.chosen:,} of {counted(sample.units, self.unit)}, {size(self.nbytes)} of "
+            f"sampled: {chosen}, {size(self.nbytes)} of "
             f"{size(self.total_bytes)}, seed {sample.seed} (--seed {sample.seed} chooses them again)",
             f"a single damaged byte of the data is found with probability {_probability(sample.found)}; {missed}",
         ]
@@ -121,6 +127,7 @@ class Sampled:
             "unit": self.unit,
             "units": self.sample.units,
             "chosen": self.sample.chosen,
+            "files": None if self.files is None else self.files[0],
             "bytes": self.nbytes,
             "total_bytes": self.total_bytes,
             "single_byte_found": self.sample.found,

@@ -10,7 +10,7 @@ from deepspeed_affine.commands.verify_findings import Finding, Outcome, Sampled
 from deepspeed_affine.errors import AffineError
 from deepspeed_affine.execute.progress import Progress
 from deepspeed_affine.execute.reread import sum_files
-from deepspeed_affine.execute.sampling import Sample
+from deepspeed_affine.execute.sampling import group_evenly
 from deepspeed_affine.storage.damage import find_damage
 from deepspeed_affine.storage.files import ByteReader, join
 from deepspeed_affine.storage.listing import list_files
@@ -42,7 +42,7 @@ Names = Mapping[str, Name]
 class Settings:
     """How a verification runs: threads, whether a bar is shown, and whether only a sample of the data is looked at.
 
-    ``least`` is what a sample holds at least, in bytes on average; None for the usual.
+    ``least`` is what a sample holds at least, in bytes (of blocks: on average); None for the usual.
     """
 
     workers: int = 4
@@ -62,10 +62,12 @@ def verify_alone(folder: str, manifest: Manifest, settings: Settings) -> Outcome
     sizes = {path: file.nbytes for path, file in manifest.files.items() if listing.get(path) == file.nbytes}
     chosen = dict(sizes)
     if settings.quick:
-        sample = Sample.of(len(sizes), sum(sizes.values()), seed=settings.seed, least=settings.least)
-        picked = sample.pick()
-        chosen = {path: sizes[path] for at, path in enumerate(sorted(sizes)) if at in picked}
-        outcome.sampled = Sampled(sample, "file", sum(chosen.values()), sum(sizes.values()))
+        paths = sorted(sizes)
+        groups, sample = group_evenly([sizes[path] for path in paths], seed=settings.seed, least=settings.least)
+        chosen = {paths[at]: sizes[paths[at]] for group in sorted(sample.pick()) for at in groups[group]}
+        outcome.sampled = Sampled(
+            sample, "group", sum(chosen.values()), sum(sizes.values()), files=(len(chosen), len(sizes))
+        )
     with ByteReader() as reader:
         outcome.findings += compare_sums(folder, chosen, manifest, reader, settings)
         outcome.findings += compare_spelling(folder, manifest, reader)
@@ -86,7 +88,7 @@ def compare_names(names: Names, listing: Mapping[str, int | None], listed: str) 
     findings = []
     for path, name in names.items():
         if listing.get(path) is None:
-            fact = "is no regular file" if path in listing else "is missing"
+            fact = "is no regular file" if path in listing else f"is {listed} and not there"
             findings.append(Finding("missing", path, fact + holds(name), *name))
     extra = [path for path in listing if path not in names and path != MANIFEST_NAME]
     return findings + [Finding("extra", path, f"is not {listed}") for path in extra]

@@ -3,20 +3,29 @@
 Of ``units`` equally likely ones a fixed number is chosen, each set of that size as likely as any other. So a damaged
 unit is among them with probability ``chosen / units`` wherever it is and however large, and ``n`` damaged units are
 all missed with the hypergeometric probability.
+
+Where units are of any size, as files are, a few of them may hold next to nothing. Then they are put into groups of
+about the same size first, and groups are chosen: each byte is in one group, so all are as likely, and what is read is
+never less than was asked for.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-__all__ = ["LEAST_BYTES", "Sample"]
+__all__ = ["LEAST_BYTES", "Sample", "group_evenly"]
 
 LEAST_BYTES = 64 << 20
 SHARE = Fraction(1, 100)
+MOST_GROUPS = 1000
+COARSER = 0.9
+SLACK = Fraction(11, 10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,48 @@ class Sample:
     def pick(self) -> frozenset[int]:
         """The numbers of the chosen units."""
         return frozenset(random.Random(self.seed).sample(range(self.units), self.chosen))
+
+
+def group_evenly(
+    sizes: Sequence[int], *, seed: int | None = None, least: int | None = None
+) -> tuple[list[list[int]], Sample]:
+    """Units of these sizes, by number, in groups, and a sample of the groups: whichever are chosen, they hold at least
+    a hundredth of all bytes and at least ``least`` (64 MB), or there is no more.
+
+    The same sizes are always grouped in the same way: by the first grouping, from the finest on, that has hardly more
+    read on average than is asked for; else by the finest of those that have the least read, or hardly more.
+    """
+    total, seed = sum(sizes), new_seed() if seed is None else seed
+    wanted = max(math.ceil(total * SHARE), min(total, LEAST_BYTES if least is None else least))
+    if wanted >= total:
+        return [[unit] for unit in range(len(sizes))], Sample(len(sizes), len(sizes), seed)
+    order = sorted(range(len(sizes)), key=lambda unit: (-sizes[unit], unit))
+    tried: list[tuple[Fraction, int, int]] = []
+    count = min(len(sizes), MOST_GROUPS)
+    while count:
+        loads = sorted(sum(sizes[unit] for unit in group) for group in _groups(order, sizes, count))
+        chosen = held = 0
+        while held < wanted:
+            held, chosen = held + loads[chosen], chosen + 1
+        tried.append((Fraction(chosen, count), count, chosen))
+        if tried[-1][0] <= SLACK * Fraction(wanted, total):
+            break
+        count = min(count - 1, int(count * COARSER))
+    best = min(share for share, _, _ in tried)
+    count, chosen = max((count, chosen) for share, count, chosen in tried if share <= best * SLACK)
+    return _groups(order, sizes, count), Sample(count, chosen, seed)
+
+
+def _groups(order: Sequence[int], sizes: Sequence[int], count: int) -> list[list[int]]:
+    """The units, from the largest on, each put into the group that is smallest by then."""
+    groups: list[list[int]] = [[] for _ in range(count)]
+    loads = [(0, 0, at) for at in range(count)]
+    for unit in order:
+        load, units, at = loads[0]
+        groups[at].append(unit)
+        # Of equally small groups the one with fewest units comes first, so that empty files are spread too.
+        heapq.heapreplace(loads, (load + sizes[unit], units + 1, at))
+    return groups
 
 
 def new_seed() -> int:

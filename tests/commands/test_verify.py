@@ -62,7 +62,7 @@ def test_what_is_printed(output, capsys):
     assert lines[0].startswith(f"{output}: DIFFERENT, 3 files (")
     assert lines[1:] == [
         "  notes.txt           extra    is not listed in the manifest",
-        "  zero/b/fp32.pt      missing  is missing; parameter 'b', state 'fp32'",
+        "  zero/b/fp32.pt      missing  is listed in the manifest and not there; parameter 'b', state 'fp32'",
         f"  {PARAM}  damaged  storage '0' (bytes {storage.byte_offset} to {storage.byte_offset + 48} of the file), "
         "which holds ['param']; parameter 'up', state 'exp_avg'",
     ]
@@ -377,25 +377,42 @@ def small_samples(monkeypatch):
 def test_a_sample_reads_some_files_and_says_what_that_proves(tmp_path, capsys, monkeypatch, small_samples):
     params = [Param(f"p{number:02d}", random_full((8, 3), number)) for number in range(40)]
     assert convert(make(World(), params).save(tmp_path / "in"), tmp_path / "out") == 0
-    count = len(files_of(tmp_path / "out"))
+    files = files_of(tmp_path / "out")
+    total = sum(path.stat().st_size for path in files)
     reads = counted(monkeypatch)
     code, found, _ = verify(tmp_path / "out", capsys, "--quick", "--seed", "11")
     sample = found["sample"]
-    chosen = -(-count // 100)
-    assert (code, sample["seed"], sample["unit"], sample["units"], sample["chosen"]) == (0, 11, "file", count, chosen)
-    assert sample["single_byte_found"] == chosen / count
-    assert sample["missed"]["1%"] == pytest.approx(1 - chosen / count, abs=0.02)
+    assert (code, sample["seed"], sample["unit"]) == (0, 11, "group")
+    assert sample["single_byte_found"] == sample["chosen"] / sample["units"] < 0.02
+    assert sample["missed"]["1%"] == pytest.approx(1 - sample["single_byte_found"], abs=0.02)
     read = {path for path, _, _ in reads if not path.endswith(MANIFEST_NAME)}
-    assert len(read) == chosen
+    assert len(read) == sample["files"]
     assert sample["bytes"] == sum(os.stat(path).st_size for path in read)
-    assert sample["total_bytes"] == sum(path.stat().st_size for path in files_of(tmp_path / "out"))
+    assert (sample["total_bytes"], found["bytes"]) == (total, sample["bytes"])
+    assert sample["bytes"] * 100 >= total
     assert ds_affine(["verify", str(tmp_path / "out"), "--quick", "--seed", "11"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].startswith(f"sampled: {chosen} of {count} files, ")
+    assert lines[1].startswith(
+        f"sampled: {sample['chosen']} of {sample['units']} groups of files ({len(read)} of {len(files)} files), "
+    )
     assert lines[1].endswith("seed 11 (--seed 11 chooses them again)")
-    share = f"{chosen / count:.3g}"
-    assert lines[2].startswith(f"a single damaged byte of the data is found with probability {share}; damage to 1 % of")
+    share = f"{sample['single_byte_found']:.3g}"
+    assert lines[2].startswith(
+        f"a single damaged byte of the data is found with probability {share}; damage to 1 % of the groups is missed"
+    )
     assert lines[2] == found["sample"]["statement"]
+
+
+def test_no_sample_reads_less_than_it_must(tmp_path, capsys, monkeypatch):
+    """Half of the files hold nearly nothing; as many as that chosen at random would hold too little, often enough."""
+    params = [Param(f"p{number:02d}", random_full((2000 if number % 2 else 1,), number)) for number in range(60)]
+    assert convert(make(World(), params).save(tmp_path / "in"), tmp_path / "out") == 0
+    least = 100_000
+    monkeypatch.setattr(sampling, "LEAST_BYTES", least)
+    for seed in range(15):
+        sample = verify(tmp_path / "out", capsys, "--quick", "--seed", str(seed))[1]["sample"]
+        assert least <= sample["bytes"] < sample["total_bytes"] / 2
+        assert sample["chosen"] < sample["units"] / 3
 
 
 def test_a_sample_finds_a_damaged_byte_as_often_as_it_says(output, capsys, monkeypatch, small_samples):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_affine.execute.sampling import LEAST_BYTES, Sample, new_seed
+from deepspeed_affine.execute.sampling import LEAST_BYTES, Sample, group_evenly, new_seed
 
 MB = 1 << 20
 
@@ -82,3 +82,52 @@ def test_expected_bytes_are_enough(units, nbytes):
 def test_impossible_samples(units, chosen):
     with pytest.raises(ValueError, match="of 3 units"):
         Sample(units, chosen, 0)
+
+
+def sums(groups, sizes):
+    return [sum(sizes[unit] for unit in group) for group in groups]
+
+
+@given(
+    st.lists(st.one_of(st.integers(0, 50), st.integers(0, 10**6)), max_size=60),
+    st.integers(0, 10**6),
+    st.integers(0, 2**32 - 1),
+)
+def test_whichever_groups_are_chosen_enough_is_read(sizes, least, seed):
+    groups, sample = group_evenly(sizes, seed=seed, least=least)
+    assert sorted(unit for group in groups for unit in group) == list(range(len(sizes)))
+    assert (sample.units, sample.seed) == (len(groups), seed)
+    loads, total = sums(groups, sizes), sum(sizes)
+    fewest = sum(sorted(loads)[: sample.chosen])
+    assert fewest >= min(least, total)
+    assert fewest * 100 >= total
+    assert group_evenly(sizes, seed=seed + 1, least=least)[0] == groups
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most"),
+    [
+        ([1000] * 97 + [17 * MB] * 97, 0.05),
+        ([MB] * 2000, 0.033),
+        ([MB] * 100_000, 0.0101),
+        ([1000 * MB] * 10, 0.1),
+        ([5] * 10, 1.0),
+        ([4_000 * MB, *[MB] * 3000], 0.024),
+    ],
+)
+def test_not_much_more_is_read_than_asked_for(sizes, most):
+    groups, sample = group_evenly(sizes, seed=1)
+    assert sample.found <= most
+    assert sum(sum(sizes[unit] for unit in groups[at]) for at in sample.pick()) >= min(sum(sizes), LEAST_BYTES)
+
+
+def test_every_unit_of_a_group_is_found_as_often_as_stated():
+    sizes = [1] * 30 + [1000] * 20 + [9000]
+    tries, counts = 3000, [0] * len(sizes)
+    for seed in range(tries):
+        groups, sample = group_evenly(sizes, seed=seed, least=3000)
+        for at in sample.pick():
+            for unit in groups[at]:
+                counts[unit] += 1
+    assert 0.05 < sample.found < 0.9
+    assert all(within(count, tries, sample.found) for count in counts)
