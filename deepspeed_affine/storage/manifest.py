@@ -124,7 +124,7 @@ class Manifest:
             made = cls(fields.objects("identity"), files, parameters)
             recorded, actual = fields.crc("crc32"), _sum({k: v for k, v in found.items() if k != "crc32"})
             if recorded != actual:
-                raise ValueError(f"the checksum {recorded:08x} of what it says, which has {actual:08x}")
+                raise ValueError(f"content whose checksum is {actual:08x}, and records {recorded:08x}")
             return made
         except CheckpointFormatError as error:
             if error.file == path:
