@@ -155,7 +155,9 @@ class ModuleTensors:
                 if ref.dtype != first.dtype:
                     raise _mixed(name, first.dtype, ref.dtype)
             shards[rank] = tuple(
-                ShardPieces(whole_pieces(ref, self.files.storage(ref)), shard.label(self.checkpoint.pp_degree))
+                ShardPieces(
+                    whole_pieces(ref, self.files.storage(ref), param=name), shard.label(self.checkpoint.pp_degree)
+                )
                 for shard, ref in copies
             )
         if split:

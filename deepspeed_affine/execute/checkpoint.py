@@ -18,6 +18,7 @@ from deepspeed_affine.execute.unrecorded import sliced_names, with_shapes
 from deepspeed_affine.lowering.experts import (
     ExpertLayer,
     NativeExperts,
+    as_expert,
     expert_layers,
     folded_expert_rank,
     recorded_expert_rank,
@@ -285,7 +286,7 @@ def _experts(model_files: Sequence[ModelFile]) -> dict[str, ExpertLayer]:
 
 def _expert_tensors(folder: CheckpointFolder, reading: Reading) -> dict[str, dict[int, Any]]:
     def root(file: CheckpointFile) -> Mapping[str, Any]:
-        return as_mapping(reading.load(file.path).root, "the expert's weights", file.path)
+        return as_expert(reading.load(file.path).root, file.expert, file=file.path)
 
     found: dict[str, dict[int, Any]] = {}
     nothing: Mapping[str, Any] = {}

@@ -23,6 +23,7 @@ __all__ = [
     "EXPERT_WEIGHTS",
     "ExpertLayer",
     "NativeExperts",
+    "as_expert",
     "expert_layers",
     "expert_map",
     "folded_expert_rank",
@@ -184,6 +185,21 @@ class NativeExperts:
             for expert in range(int(match["id"]), count, local):
                 result[f"{match['prefix']}{expert}{match['rest']}"] = found
         return result
+
+
+def as_expert(value: Any, expert: int | None, *, file: str) -> Mapping[str, Any]:
+    """``value``, the weights an expert file holds: those of the expert that its name says, and nothing else."""
+    weights = as_mapping(value, "the expert's weights", file)
+    for name in weights:
+        match = NATIVE_EXPERT.fullmatch(name)
+        if match is None or int(match["id"]) != expert:
+            raise CheckpointFormatError(
+                f"{file}: holds {name!r}, which is no parameter of expert {expert}; only that expert's are expected. "
+                "The file belongs to another checkpoint: copy it from where this one was saved.",
+                param=name,
+                file=file,
+            )
+    return weights
 
 
 def _expert_counts(names: Iterable[str]) -> dict[str, int]:

@@ -12,14 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
+from math import prod
 from typing import Protocol
 
-from deepspeed_affine.errors import CheckpointFormatError, InvalidMapError
+from deepspeed_affine.errors import CheckpointFormatError, InvalidMapError, UnsupportedLayoutError
 from deepspeed_affine.ir import AffinePiece
 from deepspeed_affine.ir.ints import row_major_strides
 
 __all__ = ["Fragment", "StoredTensor", "check_consecutive", "fragment_pieces", "whole_pieces", "zero3_interval"]
+
+
+MOST_REPETITIONS = 1024
+"""A module's masks and positions are expanded a few times; a tensor repeated more often was not meant to be stored."""
 
 
 class StoredTensor(Protocol):
@@ -81,6 +86,14 @@ def fragment_pieces(
         if fragment.numel == 0:
             continue
         stride = tensor.strides[0]
+        if stride == 0 and fragment.numel > 1:
+            raise CheckpointFormatError(
+                f"parameter {param!r}, state {state!r}: the partition stored by data-parallel rank {fragment.rank} "
+                f"repeats one element {stored} times; a partition with elements of its own is expected. The optimizer "
+                "file is damaged: use another checkpoint.",
+                param=param,
+                rank=rank,
+            )
         pieces.append(
             AffinePiece(
                 shape=(fragment.numel,),
@@ -124,17 +137,33 @@ def check_consecutive(fragments: Sequence[Fragment], *, param: str, label: str) 
         )
 
 
-def whole_pieces(tensor: StoredTensor, storage: int) -> tuple[AffinePiece, ...]:
-    """One piece that leads from a shard's C-order addresses to the stored tensor, whatever its strides."""
-    return (
+def whole_pieces(tensor: StoredTensor, storage: int, *, param: str = "") -> tuple[AffinePiece, ...]:
+    """Pieces that lead from a shard's C-order addresses to the stored tensor: one, whatever its strides.
+
+    Where it was expanded, so that one stored element stands for several, one for every repetition.
+    Raises UnsupportedLayoutError where that would be too many.
+    """
+    strides = row_major_strides(tensor.shape)
+    repeated = [axis for axis, extent in enumerate(tensor.shape) if extent > 1 and tensor.strides[axis] == 0]
+    count = prod(tensor.shape[axis] for axis in repeated)
+    if count > MOST_REPETITIONS:
+        raise UnsupportedLayoutError(
+            f"parameter {param!r}: its tensor of shape {tensor.shape} was saved expanded, each stored element for "
+            f"{count}; at most {MOST_REPETITIONS} are expected. Store it as it is: tensor.contiguous() before saving.",
+            param=param or None,
+        )
+    shape = tuple(1 if axis in repeated else extent for axis, extent in enumerate(tensor.shape))
+    starts = (range(tensor.shape[axis]) if axis in repeated else (0,) for axis in range(len(tensor.shape)))
+    return tuple(
         AffinePiece(
-            shape=tensor.shape,
-            source_offset=0,
-            source_strides=row_major_strides(tensor.shape),
+            shape=shape,
+            source_offset=sum(index * stride for index, stride in zip(start, strides, strict=True)),
+            source_strides=strides,
             dest_offset=tensor.offset,
             dest_strides=tensor.strides,
             locations=(storage,),
-        ),
+        )
+        for start in product(*starts)
     )
 
 

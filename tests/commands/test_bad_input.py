@@ -652,6 +652,25 @@ CONTRADICTIONS = {
         lambda m: m.files.pop("layer_0_expert_3_mp_rank_00_model_states.pt"),
         ["deepspeed_experts"],
     ),
+    "an expert file of another layer's name": (
+        CHECKPOINTS["native experts"],
+        lambda m: m.files["layer_0_expert_2_mp_rank_00_model_states.pt"].update({"mlp.experts.w1.2": torch.zeros(2)}),
+        ["layer_0_expert_2_mp_rank_00_model_states.pt", "'mlp.experts.w1.2'"],
+    ),
+    "an expert file with another expert's weights": (
+        CHECKPOINTS["native experts"],
+        lambda m: m.files.update(
+            {
+                "layer_0_expert_2_mp_rank_00_model_states.pt": m.files["layer_0_expert_1_mp_rank_00_model_states.pt"],
+            }
+        ),
+        ["layer_0_expert_2_mp_rank_00_model_states.pt"],
+    ),
+    "a partition that repeats one element": (
+        ONE,
+        lambda m: master(m, 0, 0, lambda t: t[:1].expand(t.shape)),
+        ["'up.weight'"],
+    ),
     # Files of something else.
     "a file of another step": (ONE, lambda m: of_another_run(m, zero(1, step=torch.tensor(9.0)), O1), ["'step'", O1]),
     "a file of more ranks": (ONE, lambda m: of_another_run(m, zero(1, dp=4), O1), ["weight"]),

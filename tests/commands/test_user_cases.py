@@ -363,6 +363,18 @@ def test_p20_frozen_parameters_and_buffers_are_written(tmp_path, stage, tp, dtyp
             assert (target / name).read_bytes() == (tmp_path / "ckpt" / name).read_bytes()
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("shape", [(4, 3), (1, 5), (3, 1, 2)])
+def test_p20_buffers_saved_expanded_are_written_whole(tmp_path, tp, shape):
+    full = random_full((1, *shape[1:]), 8).expand(shape)
+    params = [*simple(tp), Param("mask", full, kind="buffer"), Param("same", torch.ones(1).expand(7), kind="frozen")]
+    made = make(World(tp=tp, dp=2), params)
+    for mp in range(tp):
+        # Not a copy: torch.save keeps that one stored element stands for several.
+        made.model(mp)["module"].update(mask=full, same=torch.ones(1).expand(7))
+    assert_converts(made, tmp_path)
+
+
 def test_p20_a_frozen_replica_that_drifted_is_refused_by_name(tmp_path, capsys):
     made = make(World(tp=2), [*simple(2), Param("frozen", random_full((5,), 1), kind="frozen")])
     made.model(1)["module"]["frozen"][3] += 1

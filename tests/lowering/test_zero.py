@@ -1,12 +1,13 @@
 """ZeRO as a map: fragments tile the shard, padding lies in no piece, contradictions are refused."""
 
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_affine.errors import CheckpointFormatError, InvalidMapError
+from deepspeed_affine.errors import CheckpointFormatError, InvalidMapError, UnsupportedLayoutError
 from deepspeed_affine.ir import AffinePiece
 from deepspeed_affine.lowering.zero import (
     Fragment,
@@ -164,3 +165,29 @@ class TestConsecutive:
         with pytest.raises(CheckpointFormatError, match=r"'w': tp 0 .* exchanged") as caught:
             check_consecutive(self.parts(*found), param="w", label="tp 0")
         assert caught.value.param == "w"
+
+
+class TestExpanded:
+    """A stored element that stands for several is read as often; a partition has elements of its own."""
+
+    @pytest.mark.parametrize(
+        ("shape", "strides"),
+        [((3,), (0,)), ((2, 3), (0, 1)), ((2, 3), (1, 0)), ((2, 3, 2), (0, 1, 0)), ((2, 2), (0, 0))],
+    )
+    def test_every_repetition_is_a_piece(self, shape, strides):
+        pieces = whole_pieces(Stored(5, shape, strides), 7)
+        expected = {
+            address: (7, 5 + sum(index * stride for index, stride in zip(place, strides, strict=True)))
+            for address, place in enumerate(product(*map(range, shape)))
+        }
+        assert elements(pieces) == expected
+
+    def test_more_than_anybody_means_is_refused(self):
+        with pytest.raises(UnsupportedLayoutError, match=r"'mask'.*contiguous") as caught:
+            whole_pieces(Stored(0, (1 << 30, 4), (0, 1)), 7, param="mask")
+        assert caught.value.param == "mask"
+
+    def test_a_partition_that_repeats_one_element_is_refused(self):
+        fragment = Fragment(Stored(0, (6,), (0,)), 0, 6, 3)
+        with pytest.raises(CheckpointFormatError, match=r"'w'.*rank 3 repeats one element 6 times"):
+            fragment_pieces([(fragment, 0)], 6, param="w", rank=0)
