@@ -34,7 +34,7 @@ from deepspeed_affine.commands.verify_structure import (
     read_structure,
     whole_storages,
 )
-from deepspeed_affine.errors import IntegrityError
+from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults, IntegrityError
 from deepspeed_affine.execute.checkpoint import Checkpoint, read_checkpoint
 from deepspeed_affine.execute.claims import SourceSums
 from deepspeed_affine.execute.comparing import ComparingSink
@@ -45,7 +45,7 @@ from deepspeed_affine.execute.prove import find_drift
 from deepspeed_affine.lowering.policy import IdenticalShards, OnDrift, ScaledStates
 from deepspeed_affine.lowering.stock_rules import StockRules
 from deepspeed_affine.plan.conversion import ConversionPlan, CopiedFile, SourceStorage
-from deepspeed_affine.storage.files import ByteReader
+from deepspeed_affine.storage.files import ByteReader, join
 from deepspeed_affine.storage.listing import list_files
 from deepspeed_affine.storage.manifest import MANIFEST_NAME, Manifest, identity_differences
 
@@ -118,7 +118,7 @@ class _Proof:
             lines = identity_differences(manifest.identity, identity)
             outcome.notes += [f"since the conversion: {line}" for line in lines]
         with ByteReader() as reader:
-            plan = self._plan(reader)
+            plan = self._plan_or_why(reader, identity)
             files: tuple[Planned, ...] = (*plan.tensors, *plan.objects, *plan.copies)
             planned = {file.path: file for file in files}
             names: Names = {path: name_of_planned(file) for path, file in planned.items()}
@@ -139,6 +139,19 @@ class _Proof:
         if manifest is not None and outcome.different:
             outcome.findings += _other_source(manifest.identity, identity)
         return outcome
+
+    def _plan_or_why(self, reader: ByteReader, identity: Mapping[str, Any]) -> ConversionPlan:
+        """The plan; a source that does not convert may be another one than the folder was made from, which is said."""
+        try:
+            return self._plan(reader)
+        except AffineError as error:
+            faults = Faults()
+            faults.add(error)
+            path = join(self.folder, MANIFEST_NAME)
+            for found in _other_source(self.manifest.identity, identity) if self.manifest is not None else ():
+                faults.add(CheckpointFormatError(f"{path}: {found.detail}. Check the path after --against.", file=path))
+            faults.raise_if_any()
+            raise
 
     def _plan(self, reader: ByteReader) -> ConversionPlan:
         choices, group = self.choices, SingleGroup()

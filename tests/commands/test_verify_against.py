@@ -684,6 +684,15 @@ def test_another_checkpoint_is_said_first_and_once(tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) > 100
 
 
+def test_another_checkpoint_that_does_not_convert(tmp_path, capsys):
+    _, folder = made(tmp_path, "zero1")
+    code, found, err = against(folder, drifted().save(tmp_path / "other"), capsys)
+    assert code == 2
+    assert len(found["errors"]) == 2
+    assert "--on-drift" in err
+    assert f"{folder / MANIFEST_NAME}: says that this output was made from another checkpoint: source file" in err
+
+
 def sources(folder):
     """Every stored byte range of a checkpoint: ``(path, storage)``."""
     for path in sorted(Path(folder).glob("*.pt")):
