@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 
+from deepspeed_affine.errors import PolicyError
+
 __all__ = ["absolute", "is_url", "join", "name_of", "parent_of"]
 
 _URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*://", re.ASCII)
@@ -18,6 +20,10 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 def absolute(path: str | os.PathLike[str]) -> str:
     """``path`` in the form all of storage works with: an absolute local path, or a URL, without a slash at its end."""
     text = os.fspath(path)
+    if "\0" in text:
+        raise PolicyError(
+            f"{text!r}: holds a NUL character, which no path may; expected a path. Check how it was made."
+        )
     if not is_url(text):
         return os.path.abspath(text)
     before, scheme, place, after = _parts(text)

@@ -832,6 +832,63 @@ def test_folders_that_are_not_one_whole_checkpoint(tmp_path, capsys, folders, ki
     check_refused(folder, tmp_path, capsys, *subjects)
 
 
+# What is no checkpoint folder at all.
+
+
+def universal_folder(base):
+    assert convert(zero(1).save(base / "ckpt"), base / "made") == 0
+    shutil.rmtree(base / "ckpt")
+    (base / "latest_universal").unlink()
+    return base / "made"
+
+
+def folder_of_checkpoints(base):
+    zero(1).save(base / "run" / "global_step7")
+    (base / "run" / "latest").write_text("global_step7")
+    return base / "run"
+
+
+def kept(made, path):
+    return path
+
+
+INPUTS = {
+    "nothing": lambda base: base / "absent",
+    "a file": lambda base: kept((base / "file").write_text("x"), base / "file"),
+    "an empty folder": lambda base: kept((base / "empty").mkdir(), base / "empty"),
+    "a folder of other files": lambda base: kept(
+        ((base / "docs").mkdir(), (base / "docs" / "a.txt").write_text("x")), base / "docs"
+    ),
+    "a link to itself": lambda base: kept((base / "loop").symlink_to("loop"), base / "loop"),
+    "a link to nothing": lambda base: kept((base / "link").symlink_to("nowhere"), base / "link"),
+    "a named pipe": lambda base: kept(os.mkfifo(base / "pipe"), base / "pipe"),
+    "a folder of checkpoints": folder_of_checkpoints,
+    "a universal checkpoint": universal_folder,
+    "the tensors of a universal checkpoint": lambda base: universal_folder(base) / "zero",
+    "a folder of folders": lambda base: kept((base / "a" / "b").mkdir(parents=True), base / "a"),
+    "a name longer than names may be": lambda base: base / ("x" * 300),
+    "a name with a NUL": lambda base: f"{base}/a\0b",
+    "a folder whose only file is empty": lambda base: kept(
+        ((base / "e").mkdir(), (base / "e" / M0).touch()), base / "e"
+    ),
+    "a folder whose only file is a folder": lambda base: kept((base / "f" / M0).mkdir(parents=True), base / "f"),
+}
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_inputs_that_are_no_checkpoint_folder(tmp_path, capsys, kind):
+    source = INPUTS[kind](tmp_path)
+    before = snapshot(tmp_path)
+    capsys.readouterr()
+    assert convert(source, tmp_path / "out") == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("ds_to_universal: error: ")
+    assert "internal error" not in line
+    assert os.path.basename(source).partition("\0")[0] in line
+    assert leftovers(tmp_path / "out") == []
+    assert snapshot(tmp_path) == before
+
+
 # What may stand beside a checkpoint, and is none of its files.
 
 HARMLESS = {

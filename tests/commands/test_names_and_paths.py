@@ -234,3 +234,10 @@ def test_other_files_of_the_folder_are_left_alone(tmp_path):
     (folder / "model.safetensors").write_bytes(b"\0" * 10)
     target = assert_converts(made, tmp_path)
     assert {"scheduler.pt", "zero_to_fp32.py", "model.safetensors"}.isdisjoint(listing(target))
+
+
+def test_a_nul_in_the_output_is_refused(tmp_path, capsys):
+    folder = made_of("w").save(tmp_path / "ckpt")
+    assert convert(folder, f"{tmp_path}/o\0ut") == 2
+    assert "NUL" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["ckpt"]
