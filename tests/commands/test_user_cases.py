@@ -275,6 +275,13 @@ def test_p15_a_pattern_that_matches_nothing(tmp_path, capsys, key, typo, stage):
     assert repr(typo) in capsys.readouterr().out
 
 
+def test_p15_a_sub_parameter_rule_that_matches_nothing(tmp_path, capsys):
+    rule = {"patterns": ["up.wieght"], "shape": ((4, 4), 3), "partition_dim": 0}
+    made = make(World(tp=2, info={"parameter_with_sub_params": [rule]}), simple(2))
+    assert "'up.wieght'" in assert_refuses(made.save(tmp_path / "ckpt"), tmp_path, capsys)
+    assert_converts(made, tmp_path, "--no_strict")
+
+
 @pytest.mark.parametrize("key", LISTS)
 def test_p16_two_patterns_that_match_one_name_are_refused_by_name(tmp_path, capsys, key):
     params = [Param("w", random_full((4, 2), 1)), Param("w.extra", random_full((4,), 2))]
