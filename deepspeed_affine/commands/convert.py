@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from deepspeed_affine.commands.conversion import ConversionOptions, build_plan
-from deepspeed_affine.commands.existing import is_complete, settle_target
+from deepspeed_affine.commands.existing import complete_output, preview, settle_target
 from deepspeed_affine.commands.identity import conversion_identity
 from deepspeed_affine.commands.job import RANK_TIMEOUT, agree, in_job, job_of, plan_digest, seconds, shared_output
 from deepspeed_affine.commands.policies import averaged, settle_drift, settle_identical
@@ -147,10 +147,13 @@ def _run(args: argparse.Namespace, group: Group) -> int:
     identity = conversion_identity(checkpoint.folder, _changing_options(args), deepspeed=deepspeed)
     agree(group, job_of(args, identity))
     with CheckedReader(group.check) as reader:
-        if not args.dry_run and is_complete(target, identity, reader, execution, group, overwrite=args.overwrite):
-            if speaks:
-                print_complete(target, as_json=args.json)
-            return 0
+        forced = args.overwrite and args.no_resume
+        if not args.dry_run and not forced:
+            manifest = complete_output(target, identity, reader, execution, group, overwrite=args.overwrite)
+            if manifest is not None:
+                if speaks:
+                    print_complete(target, manifest, as_json=args.json)
+                return 0
         plan, suspects = build_plan(checkpoint, options)
         agree(group, {"plan": plan_digest(plan) if group.size > 1 else ""})
         policy = IdenticalShards(args.identical_shards)
@@ -158,8 +161,10 @@ def _run(args: argparse.Namespace, group: Group) -> int:
         may_average = options.on_drift is OnDrift.AVERAGE
         summary = summarise(checkpoint, plan, execution, target, group, may_average=may_average)
         if args.dry_run:
+            needed = plan.bytes_out + BYTES_PER_FILE * len(plan.paths)
+            remarks = group.first(lambda: preview(target, identity, needed, len(plan.paths), overwrite=args.overwrite))
             if speaks:
-                print_summary(summary, as_json=args.json)
+                print_summary(summary, as_json=args.json, remarks=remarks)
             return 0
         if speaks and not args.json:
             say(headline(summary))
@@ -197,7 +202,9 @@ def _convert(
         reused_files=len(reused),
         reused_bytes=sum(entry.nbytes for entry in reused.values()),
     )
-    remarks = group.last(lambda: output.publish(_manifest(plan, files, identity), durable=execution.fsync))
+    remarks = group.last(
+        lambda: output.publish(_manifest(plan, files, identity, execution.source_crc), durable=execution.fsync)
+    )
     return [*output.remarks, *remarks]
 
 
@@ -208,6 +215,9 @@ def _reused(
     trusted = {path: output.finished[path] for path in vouched(output)}
     unsure = {path: entry for path, entry in output.finished.items() if path not in trusted}
     reused = {**trusted, **all_reusable(unsure, output.files_path, reader, execution, group)}
+    # A journal vouches for bytes, and not for their being asked for.
+    planned = set(plan.paths)
+    reused = {path: entry for path, entry in reused.items() if path in planned}
 
     def make_room() -> None:
         for path in set(output.finished) - set(reused):
@@ -239,7 +249,9 @@ def _all_written(plan: ConversionPlan, written: Written, output: Output, group: 
     return {path: found[path] for path in plan.paths if path in found}
 
 
-def _manifest(plan: ConversionPlan, written: Mapping[str, Finished], identity: dict[str, Any]) -> Manifest:
+def _manifest(
+    plan: ConversionPlan, written: Mapping[str, Finished], identity: dict[str, Any], source_checked: bool
+) -> Manifest:
     ids: dict[ParamAffineMap, str] = {}
     parameters: dict[str, ManifestParameter] = {}
     for task in plan.tensors:
@@ -252,7 +264,7 @@ def _manifest(plan: ConversionPlan, written: Mapping[str, Finished], identity: d
     files = {
         path: ManifestFile(entry.nbytes, entry.crc32, *holds.get(path, (None, None))) for path, entry in written.items()
     }
-    return Manifest(identity, files, parameters)
+    return Manifest(identity, files, parameters, source_checked)
 
 
 def _changing_options(args: argparse.Namespace) -> dict[str, Any]:

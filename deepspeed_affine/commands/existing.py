@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed_affine.errors import Faults, IntegrityError
+from deepspeed_affine.errors import Faults, IntegrityError, PolicyError
 from deepspeed_affine.execute.convert import ExecutionOptions
 from deepspeed_affine.execute.distributed import Group
 from deepspeed_affine.execute.shared import all_reusable
-from deepspeed_affine.storage.anywhere import examine, point_at, recover
+from deepspeed_affine.storage.anywhere import examine, point_at, recover, require_space
 from deepspeed_affine.storage.files import ByteReader, is_folder, join, parent_of, read_small
 from deepspeed_affine.storage.journal import Finished
 from deepspeed_affine.storage.manifest import Manifest
+from deepspeed_affine.storage.private import private_path
 from deepspeed_affine.storage.publication import LATEST
+from deepspeed_affine.storage.urls import is_url
 
-__all__ = ["is_complete", "settle_target"]
+__all__ = ["complete_output", "preview", "settle_target"]
 
 
 def settle_target(target: str, *, overwrite: bool, dry_run: bool) -> None:
@@ -32,7 +34,21 @@ def settle_target(target: str, *, overwrite: bool, dry_run: bool) -> None:
         raise state.refusal()
 
 
-def is_complete(
+def preview(target: str, identity: Mapping[str, Any], needed: int, files: int, *, overwrite: bool) -> list[str]:
+    """What the conversion will find at ``target``, for the user of a dry run; raises what it would be refused with."""
+    state = examine(target, identity)
+    if state.kind == "foreign" and not overwrite:
+        raise state.refusal()
+    if state.kind == "complete":
+        return [f"{target} is complete already; the conversion will check it and do nothing"]
+    waiting = private_path(target)
+    if not is_url(target) and is_folder(waiting):
+        return [f"{waiting} holds what an interrupted run has finished; the same command resumes it"]
+    require_space(parent_of(target), needed, files=files)
+    return []
+
+
+def complete_output(
     target: str,
     identity: Mapping[str, Any],
     reader: ByteReader,
@@ -40,32 +56,43 @@ def is_complete(
     group: Group,
     *,
     overwrite: bool,
-) -> bool:
-    """Whether the output of this very job is at ``target`` already: then every byte of it was checked just now, and
-    there is a ``latest_universal``, naming this output or a later one.
+) -> Manifest | None:
+    """The manifest of this very job's output where it is at ``target`` already: then every byte of it was checked just
+    now, and there is a ``latest_universal``, naming this output or a later one. None where it is to be made.
 
-    Raises PolicyError where another job's output is there and may not be replaced, and IntegrityError naming the files
-    that are not as they were written; with ``overwrite`` neither, and the output is to be made again.
+    Raises PolicyError where another job's output is there and may not be replaced, or this job's was made without
+    checking a source that is to be checked, and IntegrityError naming files that are not as they were written; with
+    ``overwrite`` none of these, and the output is to be made again.
     """
     if not group.first(lambda: _is_there(target, identity, overwrite=overwrite)):
-        return False
-    recorded = {path: Finished(path, file.nbytes, file.crc32) for path, file in Manifest.read(target).files.items()}
+        return None
+    manifest = Manifest.read(target)
+    recorded = {path: Finished(path, file.nbytes, file.crc32) for path, file in manifest.files.items()}
     damaged = sorted(set(recorded) - set(all_reusable(recorded, target, reader, execution, group)))
-    if damaged and overwrite:
-        return False
+    unchecked = execution.source_crc and not manifest.source_checked
+    if overwrite and (damaged or unchecked):
+        return None
     faults = Faults()
     if damaged:
-        more = f" and {len(damaged) - 1} more files" if len(damaged) > 1 else ""
+        others = f" and {len(damaged) - 1} more files are" if len(damaged) > 1 else " is"
         faults.add(
             IntegrityError(
-                f"{target}: is the output of this command, but {damaged[0]}{more} are not as they were written. "
-                "Convert again with --overwrite.",
+                f"{target}: is the output of this command, but {damaged[0]}{others} not as written. Convert again with "
+                "--overwrite.",
+                file=target,
+            )
+        )
+    if unchecked:
+        faults.add(
+            PolicyError(
+                f"{target}: is the output of this command with --no-source-crc, so damage of the source may be in it. "
+                "Prove it with 'ds_affine verify --against', or convert again with --overwrite.",
                 file=target,
             )
         )
     group.raise_together(faults)
     group.last(lambda: None if _points_somewhere(target) else point_at(target))
-    return True
+    return manifest
 
 
 def _is_there(target: str, identity: Mapping[str, Any], *, overwrite: bool) -> bool:

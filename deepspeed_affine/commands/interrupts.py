@@ -13,18 +13,23 @@ __all__ = ["interruptible"]
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Inside, SIGTERM (a scheduler's preemption, or a launcher whose other process failed) ends like Ctrl-C.
+    """Inside, SIGTERM (a scheduler's preemption, or a launcher whose other process failed) and SIGHUP (a terminal that
+    is gone, unless it is ignored as under ``nohup``) end like Ctrl-C.
 
     Only the main thread of a program can say what signals do; elsewhere nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, _interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

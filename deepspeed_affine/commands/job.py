@@ -19,6 +19,7 @@ from deepspeed_affine.execute.launched import open_group
 from deepspeed_affine.execute.link import BEAT_SECONDS
 from deepspeed_affine.plan.conversion import ConversionPlan
 from deepspeed_affine.storage.anywhere import Output, join_output, open_output
+from deepspeed_affine.storage.durable import is_no_space
 from deepspeed_affine.storage.manifest import identity_differences
 from deepspeed_affine.storage.targets import in_one_line
 
@@ -127,9 +128,11 @@ def shared_output(
             if group.rank == 0:
                 group.first(lambda: opened.job)
             yield opened
-    except BaseException:
+    except BaseException as error:
         if output is not None and output.kept is not None:
             print(output.kept, file=sys.stderr)
+        elif output is not None and isinstance(error, OSError) and is_no_space(error):
+            error.strerror = f"{error.strerror}; what was written is removed (--keep_temp_folder keeps it)"
         raise
 
 

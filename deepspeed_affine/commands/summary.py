@@ -14,10 +14,14 @@ from deepspeed_affine.execute.convert import ExecutionOptions
 from deepspeed_affine.execute.distributed import Group
 from deepspeed_affine.plan.conversion import ConversionPlan
 from deepspeed_affine.storage.anywhere import memory_elsewhere
+from deepspeed_affine.storage.manifest import Manifest
 
 __all__ = ["headline", "print_complete", "print_summary", "summarise"]
 
 Summary = dict[str, Any]
+
+FORMAT = 1
+"""Of the JSON document; a key keeps its name and meaning as long as this is the same."""
 
 
 def summarise(
@@ -34,7 +38,10 @@ def summarise(
     largest = max([*sizes, *(file.nbytes for file in plan.copies)], default=0)
     memory = memory_bound(plan, execution, may_average=may_average)
     memory += memory_elsewhere(checkpoint.folder.path, target, execution.workers, largest)
+    states = {task.state for task in plan.tensors} | {file.state for file in plan.objects if file.state is not None}
     return {
+        "format": FORMAT,
+        "complete": False,
         "input_folder": checkpoint.folder.path,
         "output_folder": target,
         "zero_stage": checkpoint.stage,
@@ -46,7 +53,8 @@ def summarise(
         "memory_bound_bytes": memory,
         "processes": group.size,
         "workers": execution.workers,
-        "states": sorted({task.state for task in plan.tensors}),
+        "states": sorted(states),
+        "source_checked": execution.source_crc,
         "injected": checkpoint.uc_info is None,
         "truncated": sorted({task.param for task in plan.tensors if task.shape != task.map_shape}),
         "averaged": averaged(plan),
@@ -91,7 +99,9 @@ def print_summary(summary: Summary, *, as_json: bool, remarks: Sequence[str] = (
         if summary[key]:
             lines.append(f"{words}: {listed(summary[key], None if key == 'averaged' else 20)}")
     lines += [f"note: {line}" for line in [*summary["notes"], *summary["drift"], *remarks]]
-    if summary["storages_without_crc"]:
+    if not summary["source_checked"]:
+        lines.append("note: the source was NOT compared with the checksums its files record (--no-source-crc)")
+    elif summary["storages_without_crc"]:
         lines.append(
             f"note: {summary['storages_without_crc']} source storages carry no usable CRC and were not checked"
         )
@@ -102,9 +112,20 @@ def print_summary(summary: Summary, *, as_json: bool, remarks: Sequence[str] = (
     say("\n".join(lines))
 
 
-def print_complete(target: str, *, as_json: bool) -> None:
+def print_complete(target: str, manifest: Manifest, *, as_json: bool) -> None:
     """That there was nothing to do is on stdout."""
-    if as_json:
-        say(json.dumps({"output_folder": target, "complete": True, "bytes_written": 0}, indent=2))
-    else:
+    if not as_json:
         say(f"{target}: is complete already, every file is as it was written; nothing to do")
+        return
+    said = {
+        "format": FORMAT,
+        "complete": True,
+        "output_folder": target,
+        "parameters": len(manifest.parameters),
+        "files": len(manifest.files),
+        "bytes_written": 0,
+        "reused_files": len(manifest.files),
+        "reused_bytes": manifest.nbytes,
+        "source_checked": manifest.source_checked,
+    }
+    say(json.dumps(said, indent=2))

@@ -35,12 +35,13 @@ def damaged_storages(
     sums: SourceSums, reader: ByteReader, execution: ExecutionOptions
 ) -> list[tuple[SourceStorage, IntegrityError]]:
     """The storages that are not as they were saved; what of them nobody has read is read now."""
-    gaps = [
-        (storage, at, min(at + GAP_BYTES, stop))
-        for storage, start, stop in sums.gaps()
-        for at in range(start, stop, GAP_BYTES)
-    ]
-    sums.add(close_gaps(gaps, reader, execution))
+    while gaps := sums.gaps():
+        parts = [
+            (storage, at, min(at + GAP_BYTES, stop))
+            for storage, start, stop in gaps
+            for at in range(start, stop, GAP_BYTES)
+        ]
+        sums.add(close_gaps(parts, reader, execution))
     return sums.damaged()
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import threading
 import zlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 from deepspeed_affine.errors import Faults, IntegrityError
 from deepspeed_affine.plan.conversion import SourceStorage
@@ -18,9 +20,6 @@ from deepspeed_affine.storage.files import ByteReader
 from deepspeed_affine.storage.journal import Read
 
 __all__ = ["SourceSums", "StorageReads", "check_storages", "joined", "sum_range"]
-
-SHORTEST_NOTED = 4096
-"""Shorter runs are not worth a note: they are read again, many at a time, with what nobody read."""
 
 
 class StorageReads:
@@ -31,8 +30,6 @@ class StorageReads:
         self._runs: dict[int, list[tuple[int, int, int]]] = {}
 
     def add(self, index: int, start: int, stop: int, crc32: int) -> None:
-        if stop - start < SHORTEST_NOTED:
-            return
         runs = self._runs.setdefault(index, [])
         if runs and runs[-1][1] == start:
             first, _, crc = runs[-1]
@@ -48,15 +45,15 @@ class StorageReads:
 
 
 def joined(reads: Iterable[Read]) -> tuple[Read, ...]:
-    """``reads`` in order, joined where they touch; of runs that overlap only the first is kept."""
+    """``reads`` in order, each once, joined where one ends and the next begins; overlapping ones stay apart."""
     result: list[Read] = []
-    for read in sorted(reads, key=lambda item: (item.file, item.key, item.start, -item.stop)):
+    for read in sorted(set(reads), key=lambda item: (item.file, item.key, item.start, item.stop)):
         last = result[-1] if result else None
-        if last is None or (last.file, last.key) != (read.file, read.key) or last.stop < read.start:
-            result.append(read)
-        elif last.stop == read.start:
+        if last is not None and (last.file, last.key, last.stop) == (read.file, read.key, read.start):
             crc = crc32_combine(last.crc32, read.crc32, read.stop - read.start)
             result[-1] = Read(last.file, last.key, last.start, read.stop, crc)
+        else:
+            result.append(read)
     return tuple(result)
 
 
@@ -71,7 +68,11 @@ def sum_range(storage: SourceStorage, start: int, stop: int, reader: ByteReader,
 
 
 class SourceSums:
-    """What has been read of every storage that carries a checksum; safe to share between threads."""
+    """What has been read of every storage that carries a checksum; safe to share between threads.
+
+    Whatever was read counts: runs that tile a storage are joined to its checksum, and every other run is compared with
+    the tiles under it. So no byte that went into an output is taken on trust, however often it was read.
+    """
 
     def __init__(self, storages: Iterable[SourceStorage]) -> None:
         self._storages = {
@@ -79,14 +80,15 @@ class SourceSums:
             for storage in storages
             if storage.crc32 is not None and storage.nbytes
         }
-        self._reads: list[Read] = []
+        self._reads: dict[tuple[str, str], set[Read]] = {}
         self._lock = threading.Lock()
 
     def add(self, reads: Iterable[Read]) -> None:
         """Runs that were read and summed; those of storages that are not checked are ignored."""
-        known = [read for read in reads if (read.file, read.key) in self._storages]
         with self._lock:
-            self._reads += known
+            for read in reads:
+                if (read.file, read.key) in self._storages and read.stop > read.start:
+                    self._reads.setdefault((read.file, read.key), set()).add(read)
 
     @staticmethod
     def read(storage: SourceStorage, start: int, stop: int, crc32: int) -> Read:
@@ -94,40 +96,96 @@ class SourceSums:
         return Read(os.path.basename(storage.file), storage.key, start, stop, crc32)
 
     def gaps(self) -> list[tuple[SourceStorage, int, int]]:
-        """``(storage, start, stop)`` for every run of bytes that nobody has read, in a fixed order."""
-        covered: dict[tuple[str, str], list[Read]] = {}
-        for read in joined(self._reads):
-            covered.setdefault((read.file, read.key), []).append(read)
+        """``(storage, start, stop)`` for every range that is still to be read, in a fixed order.
+
+        These are the bytes nobody has read, and parts of a run that another run begins or ends in. To be asked again
+        when they have been added, until there are none.
+        """
         found = []
         for key in sorted(self._storages):
-            storage, at = self._storages[key], 0
-            for read in covered.get(key, ()):
-                if read.start > at:
-                    found.append((storage, at, read.start))
-                at = read.stop
-            if at < storage.nbytes:
-                found.append((storage, at, storage.nbytes))
+            storage = self._storages[key]
+            tiling = _Tiling(self._reads.get(key, ()), storage.nbytes)
+            found += [(storage, start, stop) for start, stop in tiling.wanted()]
         return found
 
     def damaged(self) -> list[tuple[SourceStorage, IntegrityError]]:
-        """The storages whose bytes are not those they were saved with, each with what to say of it.
+        """The storages of which something was read that they were not saved with, each with what to say of it.
 
-        Everything must have been read: there are no ``gaps`` left.
+        There are no ``gaps`` left.
         """
-        whole: dict[tuple[str, str], Read] = {}
-        for read in joined(self._reads):
-            whole.setdefault((read.file, read.key), read)
-        found = ((self._storages[key], whole[key].crc32) for key in sorted(self._storages))
-        return [(storage, _damaged(storage, crc)) for storage, crc in found if crc != storage.crc32]
+        found = []
+        for key in sorted(self._storages):
+            storage = self._storages[key]
+            tiling = _Tiling(self._reads.get(key, ()), storage.nbytes)
+            whole = tiling.crc(0, storage.nbytes)
+            if whole != storage.crc32:
+                found.append((storage, _damaged(storage, whole)))
+                continue
+            wrong = next((run for run in tiling.others if tiling.crc(run.start, run.stop) != run.crc32), None)
+            if wrong is not None:
+                found.append((storage, _misread(storage)))
+        return found
 
-    def check(self) -> None:
-        """Every storage's bytes are those it was saved with; raises IntegrityError naming each file that is damaged.
+    def check(self, reader: ByteReader) -> None:
+        """All that was read is what the storages were saved with; raises IntegrityError naming each file where not.
 
-        Everything must have been read: there are no ``gaps`` left.
+        There are no ``gaps`` left. A storage that is as it was saved after all is not blamed.
         """
         faults = Faults()
-        faults.extend(fault for _, fault in self.damaged())
+        for storage, fault in self.damaged():
+            now = sum_range(storage, 0, storage.nbytes, reader, memoryview(bytearray(1 << 20)))
+            faults.add(_misread(storage) if now == storage.crc32 else fault)
         faults.raise_if_any()
+
+
+class _Tiling:
+    """Runs that cover a storage end to end without overlap, the shortest first, and the ``others``."""
+
+    def __init__(self, reads: Iterable[Read], nbytes: int) -> None:
+        runs = sorted(reads, key=lambda run: (run.start, run.stop, run.crc32))
+        by_start: dict[int, Read] = {}
+        for run in runs:
+            by_start.setdefault(run.start, run)
+        starts = sorted(by_start)
+        self.tiles: list[Read] = []
+        self._gaps: list[tuple[int, int]] = []
+        at = 0
+        while at < nbytes:
+            tile = by_start.get(at)
+            if tile is None:
+                later = bisect_right(starts, at)
+                stop = min(starts[later], nbytes) if later < len(starts) else nbytes
+                self._gaps.append((at, stop))
+                at = stop
+            else:
+                self.tiles.append(tile)
+                at = tile.stop
+        chosen = set(self.tiles)
+        self.others = [run for run in runs if run not in chosen]
+
+    def wanted(self) -> list[tuple[int, int]]:
+        """The ranges to read so that every run begins and ends where a tile does."""
+        ends = sorted({end for run in self.others for end in (run.start, run.stop)})
+        found = [part for gap in self._gaps for part in _cut(*gap, ends)]
+        for tile in self.tiles:
+            parts = _cut(tile.start, tile.stop, ends)
+            found += parts if len(parts) > 1 else []
+        return sorted(found)
+
+    def crc(self, start: int, stop: int) -> int:
+        """The CRC-32 of the tiles from ``start`` to ``stop``, where tiles begin and end."""
+        crc = 0
+        first = bisect_left(self.tiles, start, key=lambda tile: tile.start)
+        for tile in self.tiles[first:]:
+            if tile.start >= stop:
+                break
+            crc = crc32_combine(crc, tile.crc32, tile.stop - tile.start)
+        return crc
+
+
+def _cut(start: int, stop: int, ends: Sequence[int]) -> list[tuple[int, int]]:
+    inside = ends[bisect_right(ends, start) : bisect_left(ends, stop)]
+    return list(pairwise((start, *inside, stop)))
 
 
 def check_storages(storages: Iterable[SourceStorage], reader: ByteReader) -> None:
@@ -146,5 +204,14 @@ def _damaged(storage: SourceStorage, found: int) -> IntegrityError:
     return IntegrityError(
         f"{storage.file}: storage {storage.key!r} has CRC {found:08x}, its file records {storage.crc32:08x}; the file "
         "was damaged after it was saved. Use another checkpoint, or read it all the same with --no-source-crc.",
+        file=storage.file,
+    )
+
+
+def _misread(storage: SourceStorage) -> IntegrityError:
+    return IntegrityError(
+        f"{storage.file}: storage {storage.key!r} is as it was saved, but other bytes were read for the output: the "
+        "file was changed while, or before, an interrupted run went on, or a read went wrong. Run the same command "
+        "again; it starts over.",
         file=storage.file,
     )

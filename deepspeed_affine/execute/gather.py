@@ -30,7 +30,7 @@ SHORT_RUN_BYTES = 4096
 
 
 class ReadLog(Protocol):
-    """Where dense reads are noted: bytes ``[start, stop)`` of a storage and their CRC-32."""
+    """Where reads are noted: bytes ``[start, stop)`` of a storage and their CRC-32."""
 
     def add(self, index: int, start: int, stop: int, crc32: int) -> None: ...
 
@@ -107,7 +107,7 @@ class PieceReader:
         if span * width <= len(scratch) and not sparse:
             buffer = scratch[: span * width]
             self.read(index, low * width, buffer.data)
-            if log is not None and span == numel:
+            if log is not None:
                 _note(log, index, low * width, buffer)
             stored: Words = np.ndarray(
                 shape, out.dtype, buffer, (offset - low) * width, tuple(stride * width for stride in strides)

@@ -97,8 +97,6 @@ def check_all_sources(
     sums = SourceSums(storages)
 
     def unread() -> list[list[tuple[int, int, int]]]:
-        for entry in written.values():
-            sums.add(entry.reads)
         runs = [
             (index[storage.file, storage.key], at, min(at + GAP_BYTES, stop))
             for storage, start, stop in sums.gaps()
@@ -107,13 +105,15 @@ def check_all_sources(
         dealt = shares({f"{at:012d}": stop - start for at, (_, start, stop) in enumerate(runs)}, group.size)
         return [[runs[int(name)] for name in sorted(names)] for names in dealt]
 
-    dealt = group.first(unread)
-    mine = [(storages[at], start, stop) for at, start, stop in dealt[group.rank]]
-    crcs = group.gather([read.crc32 for read in close_gaps(mine, reader, execution)])
-    if group.rank == 0:
+    for entry in written.values():
+        sums.add(entry.reads)
+    while any(dealt := group.first(unread)):
+        mine = [(storages[at], start, stop) for at, start, stop in dealt[group.rank]]
+        crcs = group.gather([read.crc32 for read in close_gaps(mine, reader, execution)])
         for runs, found in zip(dealt, crcs, strict=True):
             sums.add(
                 SourceSums.read(storages[at], start, stop, crc)
                 for (at, start, stop), crc in zip(runs, found, strict=True)
             )
-        sums.check()
+    if group.rank == 0:
+        sums.check(reader)

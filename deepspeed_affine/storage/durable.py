@@ -67,6 +67,8 @@ def replace_file(path: str, data: bytes, private: str, *, durable: bool = True) 
             write_all(fd, data)
             if durable:
                 os.fsync(fd)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, path) from error
         finally:
             os.close(fd)
         os.replace(private, path)

@@ -285,7 +285,8 @@ class ByteReader:
 
 
 def _unreadable(path: str, error: OSError) -> CheckpointFormatError | OSError:
-    if is_url(path) and not isinstance(error, _GONE):
+    # What may pass (a disk, a network, a limit) is no fault of the file, and keeps what is finished.
+    if not isinstance(error, _GONE):
         return OSError(error.errno, f"cannot be read ({error.strerror or error})", path)
     return CheckpointFormatError(
         f"{path}: cannot be read ({error.strerror or error}); expected the file its metadata was read from. Check that "

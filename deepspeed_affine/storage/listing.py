@@ -34,10 +34,12 @@ def _here(folder: str) -> dict[str, int | None]:
         raise error
 
     found: dict[str, int | None] = {}
+    ways: dict[str, frozenset[str]] = {}
     for inside, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         relative = os.path.relpath(inside, folder).replace(os.sep, "/")
         start = "" if relative == "." else f"{relative}/"
-        circular = [name for name in folders if _leads_back(inside, name)]
+        way = ways[inside] = ways.get(os.path.dirname(inside), frozenset()) | {os.path.realpath(inside)}
+        circular = [name for name in folders if _leads_back(os.path.join(inside, name), way)]
         folders[:] = [name for name in folders if name not in circular]
         found.update((start + name, None) for name in circular)
         # NFS keeps a removed file under such a name for as long as it is open.
@@ -46,13 +48,12 @@ def _here(folder: str) -> dict[str, int | None]:
     return found
 
 
-def _leads_back(inside: str, name: str) -> bool:
-    """Whether this is a link to a folder that it lies in."""
-    path = os.path.join(inside, name)
+def _leads_back(path: str, way: frozenset[str]) -> bool:
+    """Whether this is a link to a folder on the way to it, or to one that such a folder lies in."""
     if not os.path.islink(path):
         return False
-    here, there = os.path.realpath(inside), os.path.realpath(path)
-    return os.path.commonpath([here, there]) == there
+    there = os.path.realpath(path)
+    return any(os.path.commonpath([here, there]) == there for here in way)
 
 
 def _size(path: str) -> int | None:

@@ -72,12 +72,14 @@ class Manifest:
     """An output, described. Raises CheckpointFormatError where the description contradicts itself.
 
     ``files`` has every file but the manifest, by its path with "/" between folders. ``parameters`` has every
-    parameter that ``files`` names.
+    parameter that ``files`` names. ``source_checked`` says that what was read was compared with the checksums the
+    source's files record.
     """
 
     identity: Mapping[str, Any]
     files: Mapping[str, ManifestFile]
     parameters: Mapping[str, ManifestParameter]
+    source_checked: bool = True
 
     def __post_init__(self) -> None:
         try:
@@ -103,6 +105,7 @@ class Manifest:
             "identity": plain(self.identity),
             "files": {path: file.to_json() for path, file in self.files.items()},
             "parameters": {name: param.to_json() for name, param in self.parameters.items()},
+            "source_checked": self.source_checked,
         }
         said["crc32"] = f"{_sum(said):08x}"
         return (json.dumps(said, sort_keys=True, indent=1, ensure_ascii=True, allow_nan=False) + "\n").encode("ascii")
@@ -118,10 +121,10 @@ class Manifest:
                 raise _newer(version, path)
             if version != MANIFEST_FORMAT:
                 raise ValueError(f"'format_version' is {version}, expected {MANIFEST_FORMAT}")
-            fields.only(("format_version", "identity", "files", "parameters", "crc32"))
+            fields.only(("format_version", "identity", "files", "parameters", "source_checked", "crc32"))
             files = {name: _file(value, name) for name, value in fields.objects("files").items()}
             parameters = {name: _parameter(value, name) for name, value in fields.objects("parameters").items()}
-            made = cls(fields.objects("identity"), files, parameters)
+            made = cls(fields.objects("identity"), files, parameters, fields.flag("source_checked"))
             recorded, actual = fields.crc("crc32"), _sum({k: v for k, v in found.items() if k != "crc32"})
             if recorded != actual:
                 raise ValueError(f"content whose checksum is {actual:08x}, and records {recorded:08x}")

@@ -21,11 +21,10 @@ from deepspeed_affine.storage.durable import fsync_folder, replace_file, replace
 from deepspeed_affine.storage.manifest import MANIFEST_NAME
 from deepspeed_affine.storage.private import PrivateFolder
 from deepspeed_affine.storage.records import Fields, canonical, parse_object
-from deepspeed_affine.storage.targets import is_taken, refuse_existing, require_replaceable
+from deepspeed_affine.storage.targets import LATEST, is_taken, refuse_existing, require_replaceable
 
 __all__ = ["LATEST", "Recovery", "finish_publication", "point_at", "publish"]
 
-LATEST = "latest_universal"
 _MARKER_FORMAT = 1
 
 

@@ -99,6 +99,10 @@ class Fields:
     def optional_text(self, name: str) -> str | None:
         return self.text(name) if name in self._members else None
 
+    def flag(self, name: str) -> bool:
+        value = self._take(name)
+        return value if type(value) is bool else self._wrong(name, value, "true or false")
+
     def count(self, name: str) -> int:
         """A member that counts something: an integer of at least 0."""
         value = self._take(name)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 __all__ = ["LocalFile", "LocalSink", "Sink", "SinkFile"]
@@ -67,7 +68,8 @@ class LocalFile:
         self._durable = durable
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            os.ftruncate(self._fd, size)
+            with _naming(path):
+                os.ftruncate(self._fd, size)
         except BaseException:
             self.abandon()
             raise
@@ -81,13 +83,15 @@ class LocalFile:
         if offset < 0 or offset + len(view) > self.size:
             raise ValueError(f"{self.path}: {len(view)} bytes at {offset} do not fit into its {self.size} bytes")
         done = 0
-        while done < len(view):
-            done += os.pwrite(self._fd, view[done:], offset + done)
+        with _naming(self.path):
+            while done < len(view):
+                done += os.pwrite(self._fd, view[done:], offset + done)
 
     def finish(self) -> None:
-        if self._durable:
-            os.fsync(self._fd)
-        self._close()
+        with _naming(self.path):
+            if self._durable:
+                os.fsync(self._fd)
+            self._close()
 
     def abandon(self) -> None:
         if self._fd < 0:
@@ -101,3 +105,12 @@ class LocalFile:
     def _close(self) -> None:
         fd, self._fd = self._fd, -1
         os.close(fd)
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Gives an error of a descriptor the name of its file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), path) from error

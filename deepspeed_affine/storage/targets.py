@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from deepspeed_affine.errors import SHOWN_FAULTS, CheckpointFormatError, PolicyE
 from deepspeed_affine.storage.manifest import MANIFEST_NAME, Manifest, identity_differences
 
 __all__ = [
+    "LATEST",
     "OutputState",
     "counted",
     "examine",
@@ -22,6 +23,9 @@ __all__ = [
     "require_space",
     "require_target",
 ]
+
+LATEST = "latest_universal"
+"""The file beside an output that names it, which is where DeepSpeed's loader looks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ def examine(target: str, identity: Mapping[str, Any]) -> OutputState:
         return OutputState(target, "foreign", (error.message.removesuffix("."),))
     differences = identity_differences(manifest.identity, identity)
     if not differences:
-        differences = list(manifest.missing(target))
+        differences = [*manifest.missing(target), *(f"file {path} is not one of its own" for path in _strays(target))]
     return OutputState(target, "foreign" if differences else "complete", tuple(differences), manifest)
 
 
@@ -82,6 +86,19 @@ def require_target(target: str | os.PathLike[str]) -> str:
     path = os.path.abspath(os.fspath(target))
     if not os.path.basename(path):
         raise PolicyError(f"{path}: cannot be an output folder; expected a path to create. Choose another.")
+    if os.path.basename(path) == LATEST:
+        raise PolicyError(
+            f"{path}: is the file that names the newest output beside it; an output needs another name. Choose one."
+        )
+    above = os.path.dirname(path)
+    while above != os.path.dirname(above):
+        if os.path.lexists(os.path.join(above, MANIFEST_NAME)):
+            raise PolicyError(
+                f"{path}: lies in {above}, which is an output itself and would be damaged; expected a path of its own. "
+                "Choose a folder beside it.",
+                file=path,
+            )
+        above = os.path.dirname(above)
     if os.path.ismount(path):
         raise PolicyError(
             f"{path}: is a mount point, so a finished output cannot be renamed to it; expected a path to create. "
@@ -111,11 +128,15 @@ def refuse_existing(target: str) -> None:
 
 
 def _exists(target: str, why: str) -> PolicyError:
-    return PolicyError(
-        f"{target}: exists already{why}; expected a path to create. Choose another output folder, move or remove this "
-        "one, or replace it with --overwrite.",
-        file=target,
-    )
+    choices = "Choose another output folder, or move or remove this one"
+    try:
+        require_replaceable(target)
+        choices = "Choose another output folder, move or remove this one, or replace it with --overwrite"
+    except PolicyError as error:
+        why = why or error.message.partition(": exists already")[2].partition(";")[0]
+    except OSError:
+        pass
+    return PolicyError(f"{target}: exists already{why}; expected a path to create. {choices}.", file=target)
 
 
 def require_replaceable(target: str, protect: Iterable[str] = ()) -> None:
@@ -140,8 +161,15 @@ def require_replaceable(target: str, protect: Iterable[str] = ()) -> None:
     sharded = sorted(name for name in names if name.endswith("optim_states.pt"))
     if sharded:
         raise PolicyError(
-            f"{target}: exists already and holds {sharded[0]}, part of a checkpoint to convert from; --overwrite would "
-            "remove it. Choose another output folder.",
+            f"{target}: exists already and holds {sharded[0]}, part of a checkpoint to convert from (are the two "
+            "folders swapped?); --overwrite would remove it. Choose another output folder.",
+            file=target,
+        )
+    stray = next(_strays(target), None)
+    if stray is not None:
+        raise PolicyError(
+            f"{target}: exists already and holds {stray}, which is no part of a universal checkpoint; --overwrite "
+            "would remove it. Move it away, or choose another output folder.",
             file=target,
         )
     real = os.path.realpath(target)
@@ -151,6 +179,30 @@ def require_replaceable(target: str, protect: Iterable[str] = ()) -> None:
                 f"{target}: holds {path}, which is read; --overwrite would remove it. Choose another output folder.",
                 file=target,
             )
+
+
+def _strays(folder: str) -> Iterator[str]:
+    """Every file below the folder that the manifest does not list, or where there is none, that no converter writes."""
+    try:
+        known = Manifest.read(folder).files
+    except CheckpointFormatError:
+        known = None
+    for inside, folders, names in os.walk(folder):
+        relative = os.path.relpath(inside, folder).replace(os.sep, "/")
+        start = "" if relative == "." else f"{relative}/"
+        links = [name for name in folders if os.path.islink(os.path.join(inside, name))]
+        for name in sorted([*names, *links]):
+            path = start + name
+            # NFS keeps a removed file under such a name for as long as it is open.
+            if path == MANIFEST_NAME or name.startswith(".nfs"):
+                continue
+            if not (path in known if known is not None else _is_usual(path)):
+                yield path
+
+
+def _is_usual(path: str) -> bool:
+    top, _, below = path.partition("/")
+    return path.endswith(".pt") and (top in ("zero", "tmp") if below else path.endswith("model_states.pt"))
 
 
 def require_space(folder: str, needed_bytes: int, *, files: int = 0) -> None:

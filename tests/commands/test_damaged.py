@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from converting import assert_converts, assert_refuses, convert, listing, stored
 from synthetic import COLUMN, Deep, Foreign, Param, World, make, random_full
 
 from deepspeed_affine.storage import sink
+from deepspeed_affine.storage.files import ByteReader
 from deepspeed_affine.storage.pt_reader import load_pickle
 
 
@@ -265,3 +267,100 @@ def test_pickles_of_every_protocol(tmp_path):
         assert load_pickle(folder / "other.pt").root["param_shapes"][0]["w"] == (4,)
     assert convert(folder, tmp_path / "out") == 0
     assert stored(tmp_path / "out", "w", "fp32").shape == (40, 3)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_read_that_goes_wrong_never_reaches_an_output(tmp_path, capsys, monkeypatch, stage):
+    """Whichever read it is, of whatever length: bytes that are written are bytes that were checked."""
+    params = [Param("w", random_full((40, 30), 1), COLUMN), Param("b", random_full((5,), 2))]
+    made = make(World(stage=stage, dp=2), params)
+    folder = made.save(tmp_path / "ckpt")
+    real, seen = ByteReader.read_into, {"reads": 0, "flipped": -1}
+
+    def reads(self, path, offset, out):
+        real(self, path, offset, out)
+        if path.endswith("optim_states.pt"):
+            seen["reads"] += 1
+            if seen["reads"] == seen["flipped"]:
+                out[len(out) // 2] ^= 64
+
+    monkeypatch.setattr(ByteReader, "read_into", reads)
+    assert convert(folder, tmp_path / "right", "--workers", "1") == 0
+    total, right = seen["reads"], contents(tmp_path / "right")
+    assert total > 6
+    for number in range(1, total + 1):
+        seen.update(reads=0, flipped=number)
+        assert convert(folder, tmp_path / "out", "--workers", "1") == 2
+        said = capsys.readouterr().err
+        # The ranks' steps are compared before anything is written.
+        assert "other bytes were read" in said or "state 'step' differs" in said
+        assert not (tmp_path / "out").exists()
+    seen.update(reads=0, flipped=-1)
+    assert convert(folder, tmp_path / "out") == 0
+    assert contents(tmp_path / "out") == right
+
+
+def test_a_source_repaired_between_two_runs_is_not_blamed_and_nothing_wrong_is_written(tmp_path, capsys, monkeypatch):
+    params = [Param(f"p{n}", random_full((16, 16), n)) for n in range(12)]
+    folder = make(World(dp=2), params).save(tmp_path / "ckpt")
+    path = os.path.join(folder, "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    good = Path(path).read_bytes()
+    storage = max(load_pickle(path).archive.storages.values(), key=lambda item: item.nbytes)
+    bad = bytearray(good)
+    bad[storage.byte_offset + 8] ^= 1
+    Path(path).write_bytes(bad)
+    real, written = sink.LocalFile.finish, []
+
+    def interrupted(self):
+        real(self)
+        written.append(self.path)
+        if len(written) == 20:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sink.LocalFile, "finish", interrupted)
+        assert convert(folder, tmp_path / "out", "--workers", "1") == 2
+    assert "the same command resumes" in capsys.readouterr().err
+    Path(path).write_bytes(good)
+    assert convert(folder, tmp_path / "out") == 2
+    said = capsys.readouterr().err
+    assert "is as it was saved, but other bytes were read" in said
+    assert "damaged after it was saved" not in said
+    assert convert(folder, tmp_path / "out") == 0
+    assert convert(folder, tmp_path / "right") == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "right")
+
+
+def test_a_disk_that_fails_while_reading_keeps_what_is_finished(tmp_path, capsys, monkeypatch):
+    params = [Param(f"p{n}", random_full((16, 16), n)) for n in range(30)]
+    folder = make(World(dp=2), params).save(tmp_path / "ckpt")
+    real, calls = os.preadv, []
+
+    def failing(fd, buffers, offset):
+        calls.append(offset)
+        if len(calls) > 60:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, buffers, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", failing)
+        assert convert(folder, tmp_path / "out", "--workers", "1") == 2
+    said = capsys.readouterr().err
+    assert "Input/output error" in said
+    assert "the same command resumes" in said
+    assert convert(folder, tmp_path / "out", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["reused_files"] > 0
+
+
+def test_an_unchecked_output_is_not_taken_for_a_checked_one(tmp_path, capsys):
+    folder = small().save(tmp_path / "ckpt")
+    assert convert(folder, tmp_path / "out", "--no-source-crc") == 0
+    assert "NOT compared" in capsys.readouterr().out
+    assert convert(folder, tmp_path / "out", "--no-source-crc") == 0
+    assert convert(folder, tmp_path / "out") == 2
+    assert "--no-source-crc" in capsys.readouterr().err
+    assert convert(folder, tmp_path / "out", "--overwrite") == 0
+    assert convert(folder, tmp_path / "out", "--json") == 0
+    found = json.loads(capsys.readouterr().out.partition("{")[2].join(["{", ""]))
+    assert found["complete"] is True
+    assert found["source_checked"] is True

@@ -58,3 +58,14 @@ def test_behind_urls(store, tmp_path):
     assert list_files(url) == {"top": 1, f"zero/{ODD}/x.pt": 3}
     with pytest.raises(CheckpointFormatError, match="cannot be listed"):
         list_files(f"{store.url}/nothing")
+
+
+def test_links_that_lead_back_over_another_folder_end(tmp_path):
+    out, other = tmp_path / "out", tmp_path / "other"
+    out.mkdir()
+    other.mkdir()
+    (other / "f.pt").write_bytes(b"1")
+    (out / "x").symlink_to(other)
+    for name in "abcdefgh":
+        (other / name).symlink_to(out)
+    assert list_files(str(out)) == {**{f"x/{name}": None for name in "abcdefgh"}, "x/f.pt": 1}

@@ -127,8 +127,14 @@ DAMAGED = {
     "evil path": (spoiled(lambda m: m["files"].update({"../x": {"bytes": 1, "crc32": "00000000"}})), "no relative"),
     "unlisted param": (spoiled(lambda m: m["parameters"].pop("x")), "not among the parameters"),
     "identity is text": (spoiled(lambda m: m.update(identity="x")), "'identity' is 'x'"),
-    "another digit": (spoiled(lambda m: m["identity"]["source"][0].update(digest="ab")), "content whose checksum is .*, and records"),
-    "another size": (spoiled(lambda m: m["files"]["zero/x/fp32.pt"].update(bytes=11)), "content whose checksum is .*, and records"),
+    "another digit": (
+        spoiled(lambda m: m["identity"]["source"][0].update(digest="ab")),
+        "content whose checksum is .*, and records",
+    ),
+    "another size": (
+        spoiled(lambda m: m["files"]["zero/x/fp32.pt"].update(bytes=11)),
+        "content whose checksum is .*, and records",
+    ),
     "no checksum": (spoiled(lambda m: m.pop("crc32")), "'crc32' is missing"),
 }
 

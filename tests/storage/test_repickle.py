@@ -412,7 +412,7 @@ def test_a_full_disk_is_an_error_that_names_the_output(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", failing)
     with pytest.raises(OSError, match="No space left on device") as caught:
         save_objects(tmp_path / "y.pt", root)
-    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, "y.pt")
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "y.pt"))
 
 
 def test_writes_the_system_cuts_short_are_continued(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """What may be where an output is to go, and what is said of it."""
 
 import os
+import re
 import stat
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,8 +96,11 @@ def test_everything_else_is_foreign_and_refused_with_the_reason(tmp_path, kind):
     assert "exists already" in state.refusal().message
     assert "\n" not in state.refusal().message
     assert is_taken(str(target))
-    with pytest.raises(PolicyError, match=r"exists already.*--overwrite"):
+    # What may not be replaced is not offered to be.
+    offered = kind not in ("a file", "a link", "a dangling link")
+    with pytest.raises(PolicyError, match="exists already") as caught:
         refuse_existing(str(target))
+    assert ("--overwrite" in caught.value.message) == offered
     with pytest.raises(PolicyError, match="exists already"):
         OutputFolder.open(target, IDENTITY)
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".partial")]
@@ -198,3 +202,34 @@ def test_looking_changes_nothing(tmp_path):
     examine(str(tmp_path / "out"), IDENTITY)
     assert {path: os.stat(path).st_mtime_ns for path in Path(tmp_path).rglob("*")} == times
     assert stat.S_ISDIR(os.stat(tmp_path / "out").st_mode)
+
+
+@pytest.mark.parametrize("stray", ["thesis.tex", "zero/notes.txt", "ckpts/global_step1/a_optim_states.pt", "model.pt"])
+@pytest.mark.parametrize("ours", [True, False])
+def test_what_is_no_part_of_a_universal_checkpoint_is_never_replaced(tmp_path, stray, ours):
+    folder = tmp_path / "home"
+    (folder / "zero" / "w").mkdir(parents=True)
+    files = {"zero/w/fp32.pt": b"12345", "mp_rank_00_model_states.pt": b"1"}
+    for path, data in files.items():
+        (folder / path).write_bytes(data)
+    if ours:
+        listed = {path: ManifestFile(len(data), 1) for path, data in files.items()}
+        (folder / MANIFEST_NAME).write_bytes(Manifest(IDENTITY, listed, {}).to_bytes())
+    require_replaceable(str(folder))
+    (folder / stray).parent.mkdir(parents=True, exist_ok=True)
+    (folder / stray).write_bytes(b"mine")
+    with pytest.raises(PolicyError, match=re.escape(stray)):
+        require_replaceable(str(folder))
+    if ours:
+        assert examine(str(folder), IDENTITY).kind == "foreign"
+
+
+def test_an_output_inside_an_output_and_one_called_as_the_pointer_are_refused(tmp_path):
+    inside = tmp_path / "out" / "sub" / "other"
+    (tmp_path / "out").mkdir()
+    require_target(str(inside))
+    (tmp_path / "out" / MANIFEST_NAME).write_bytes(b"{}")
+    with pytest.raises(PolicyError, match="which is an output itself"):
+        require_target(str(inside))
+    with pytest.raises(PolicyError, match="needs another name"):
+        require_target(str(tmp_path / "latest_universal"))
