@@ -11,6 +11,9 @@ __all__ = ["memory_bound"]
 SLACK_BYTES = 64 << 20
 """Open files, the journal, the allocator's own."""
 
+BYTES_PER_FILE = 4 << 10
+"""What is kept of a file until the end: its journal entry, its job, its line in the manifest."""
+
 TORCH_BYTES = 256 << 20
 """torch, once imported: only plans with arithmetic need it."""
 
@@ -22,8 +25,9 @@ def memory_bound(plan: ConversionPlan, options: ExecutionOptions, *, may_average
     ``may_average`` says that copies found to have drifted will be averaged.
     """
     buffers = options.workers * (2 * max(options.chunk_bytes, 16) + SCRATCH_BYTES)
+    metadata = BYTES_PER_FILE * len(plan.paths)
     computes = _needs_torch(plan) or (may_average and any(task.replicas for task in plan.tensors))
-    return _resident_bytes() + buffers + (TORCH_BYTES if computes else 0) + SLACK_BYTES
+    return _resident_bytes() + buffers + metadata + (TORCH_BYTES if computes else 0) + SLACK_BYTES
 
 
 def _resident_bytes() -> int:

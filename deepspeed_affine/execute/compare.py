@@ -2,7 +2,7 @@
 
 A description is what a plan has: pieces from F to storages, and a reader of those storages. Compared are bytes and not
 numbers, so NaN equals NaN and 0.0 does not equal -0.0. A thread holds two chunks and its readers' buffers, whatever
-the size of the tensor. torch is imported only to measure a difference that was found.
+the size of the tensor. torch is imported only for dtypes numpy has none for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from deepspeed_affine.errors import PolicyError
 from deepspeed_affine.execute.fill import IntervalFiller, chunk_bounds
 from deepspeed_affine.execute.gather import PieceReader, Words
-from deepspeed_affine.execute.typed import as_tensor
+from deepspeed_affine.execute.typed import as_numbers
 from deepspeed_affine.ir import AffinePiece
 from deepspeed_affine.ir.ints import coordinates
 from deepspeed_affine.lowering.zero import whole_pieces
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 CHUNK_BYTES = 4 << 20
-BLOCK_ELEMENTS = 1 << 20
+BLOCK_ELEMENTS = 1 << 17
 """How many elements of two pieces are compared at a time, so that memory stays bounded."""
 
 Mask = npt.NDArray[np.bool_]
@@ -287,17 +287,17 @@ def _measured(
 
 
 def _distances(left: Words, right: Words, dtype: str) -> tuple[float, int | None]:
-    import torch
-
     try:
-        a, b = as_tensor(left, dtype), as_tensor(right, dtype)
-        if a.dtype.is_complex or a.dtype == torch.bool:
-            return float("nan"), None
-        distance = (a.double() - b.double()).abs().nan_to_num(float("inf"), float("inf"))
-        return float(distance.max()), _max_ulp(left, right) if a.dtype.is_floating_point else None
+        a, b = as_numbers(left, dtype), as_numbers(right, dtype)
     except (RuntimeError, TypeError, AttributeError):
         # A dtype that this torch stores and cannot compute with, or does not know.
         return float("nan"), None
+    if a.dtype.kind in "cb":
+        return float("nan"), None
+    with np.errstate(invalid="ignore", over="ignore"):
+        distance = np.abs(a.astype(np.float64) - b.astype(np.float64))
+    distance[np.isnan(distance)] = np.inf
+    return float(distance.max()), _max_ulp(left, right) if dtype.startswith(("float", "bfloat")) else None
 
 
 def _max_ulp(left: Words, right: Words) -> int | None:
@@ -314,7 +314,7 @@ def _max_ulp(left: Words, right: Words) -> int | None:
 
 def _shown(word: Words, dtype: str) -> str:
     try:
-        value: Any = as_tensor(word, dtype).item()
+        value: Any = as_numbers(word, dtype).item()
     except (RuntimeError, TypeError, AttributeError):
         return f"0x{word.tobytes()[::-1].hex()}"
     # Digits enough to tell any two values of the dtype apart, and no more.
