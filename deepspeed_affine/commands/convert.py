@@ -15,7 +15,7 @@ from deepspeed_affine.commands.identity import conversion_identity
 from deepspeed_affine.commands.job import RANK_TIMEOUT, agree, in_job, job_of, plan_digest, seconds, shared_output
 from deepspeed_affine.commands.policies import averaged, settle_drift, settle_identical
 from deepspeed_affine.commands.summary import Summary, headline, print_complete, print_summary, summarise
-from deepspeed_affine.commands.text import say
+from deepspeed_affine.commands.text import complain, say
 from deepspeed_affine.errors import CheckpointFormatError, PolicyError
 from deepspeed_affine.execute.checkpoint import read_checkpoint
 from deepspeed_affine.execute.convert import ExecutionOptions, Written, write_files
@@ -169,13 +169,17 @@ def _run(args: argparse.Namespace, group: Group) -> int:
         if speaks and not args.json:
             say(headline(summary))
         with shared_output(args, source, target, identity, group) as output:
-            remarks = _convert(plan, options, execution, reader, output, identity, summary, group)
+            remarks = _convert(args, plan, options, execution, reader, output, identity, summary, group)
     if speaks:
-        print_summary(summary, as_json=args.json, remarks=remarks)
+        try:
+            print_summary(summary, as_json=args.json, remarks=remarks)
+        except OSError as error:
+            complain(f"{target}: is complete; the summary could not be printed ({error.strerror})")
     return 0
 
 
 def _convert(
+    args: argparse.Namespace,
     plan: ConversionPlan,
     options: ConversionOptions,
     execution: ExecutionOptions,
@@ -202,10 +206,16 @@ def _convert(
         reused_files=len(reused),
         reused_bytes=sum(entry.nbytes for entry in reused.values()),
     )
-    remarks = group.last(
-        lambda: output.publish(_manifest(plan, files, identity, execution.source_crc), durable=execution.fsync)
-    )
-    return [*output.remarks, *remarks]
+
+    def publish() -> tuple[str, ...]:
+        manifest = _manifest(plan, files, identity, execution.source_crc)
+        try:
+            return tuple(output.publish(manifest, durable=execution.fsync))
+        except BaseException:
+            args.published = is_published(output.target, manifest)
+            raise
+
+    return [*output.remarks, *group.last(publish)]
 
 
 def _reused(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed_affine.errors import Faults, IntegrityError, PolicyError
+from deepspeed_affine.errors import AffineError, Faults, IntegrityError, PolicyError
 from deepspeed_affine.execute.convert import ExecutionOptions
 from deepspeed_affine.execute.distributed import Group
 from deepspeed_affine.execute.shared import all_reusable
@@ -17,7 +17,7 @@ from deepspeed_affine.storage.private import private_path
 from deepspeed_affine.storage.publication import LATEST
 from deepspeed_affine.storage.urls import is_url
 
-__all__ = ["complete_output", "preview", "settle_target"]
+__all__ = ["complete_output", "is_published", "preview", "settle_target"]
 
 
 def settle_target(target: str, *, overwrite: bool, dry_run: bool) -> None:
@@ -100,6 +100,14 @@ def _is_there(target: str, identity: Mapping[str, Any], *, overwrite: bool) -> b
     if state.kind == "foreign" and not overwrite:
         raise state.refusal()
     return state.kind == "complete" and state.manifest is not None
+
+
+def is_published(target: str, manifest: Manifest) -> bool:
+    """Whether the output with this manifest is at ``target``."""
+    try:
+        return Manifest.read(target).to_bytes() == manifest.to_bytes()
+    except (AffineError, OSError):
+        return False
 
 
 def _points_somewhere(target: str) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
+from deepspeed_affine.commands.text import say, say_faults
 from deepspeed_affine.errors import AffineError
 from deepspeed_affine.storage.urls import is_url
 
@@ -19,7 +20,6 @@ COULD_NOT = 2
 def guarded(program: str, run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     """What ``run`` returns; an error becomes a line per fault, an object under ``--json``, and exit code 2."""
     caught: BaseException
-    published = "; nothing was published" if program == "ds_to_universal" else ""
     try:
         return run(args)
     except AffineError as error:
@@ -28,11 +28,11 @@ def guarded(program: str, run: Callable[[argparse.Namespace], int], args: argpar
         lines = error.message.splitlines()
     except OSError as error:
         caught = error
-        lines = [_os_error(error) + published]
+        lines = [_os_error(error) + _outcome(program, args)]
         faults = [{"kind": "OSError", "message": lines[0], "file": error.filename}]
     except KeyboardInterrupt as error:
         caught = error
-        lines = ["interrupted" + published]
+        lines = ["interrupted" + _outcome(program, args)]
         faults = [{"kind": "KeyboardInterrupt", "message": lines[0]}]
     except Exception as error:  # Whatever else it is, it is a fault of this package and not of the user.
         caught = error
@@ -41,11 +41,19 @@ def guarded(program: str, run: Callable[[argparse.Namespace], int], args: argpar
     if args.debug:
         traceback.print_exception(caught)
     if getattr(args, "json", False):
-        print(json.dumps({"errors": faults}, indent=2))
-    for line in lines:
-        text = f"{program}: error: {line}"
-        print(text.encode("utf-8", "backslashreplace").decode("utf-8"), file=sys.stderr)
+        with suppress(OSError):
+            say(json.dumps({"errors": faults}, indent=2))
+    say_faults(program, lines)
     return COULD_NOT
+
+
+def _outcome(program: str, args: argparse.Namespace) -> str:
+    """What became of the output, where the command makes one; it notes in ``published`` that it has."""
+    if program != "ds_to_universal":
+        return ""
+    if getattr(args, "published", False):
+        return "; the new output is complete and has its name, run the same command again to tidy up"
+    return "; nothing was published"
 
 
 def _os_error(error: OSError) -> str:

@@ -5,17 +5,30 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TextIO
 
-__all__ = ["align", "counted", "listed", "say", "say_faults", "size"]
+__all__ = ["align", "complain", "counted", "listed", "say", "say_faults", "size"]
 
 
 def say(text: str) -> None:
-    """``text`` is printed; a reader that has gone away does not turn a good command into a failed one."""
+    """``text`` is printed; a reader that has gone away does not turn a good command into a failed one.
+
+    Raises OSError where it cannot be printed otherwise; nothing more is then printed on stdout.
+    """
     try:
         print(_printable(text, sys.stdout), flush=True)
-    except BrokenPipeError:
+    except OSError as error:
+        # What is still in its buffer would be tried again at the end of the process, and fail it.
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        if not isinstance(error, BrokenPipeError):
+            raise OSError(error.errno, error.strerror, "standard output") from error
+
+
+def complain(text: str) -> None:
+    """``text`` is on stderr, if that takes it."""
+    with suppress(OSError):
+        print(_printable(text, sys.stderr), file=sys.stderr, flush=True)
 
 
 def say_faults(program: str, messages: Iterable[str], most: int | None = None) -> None:
@@ -25,7 +38,7 @@ def say_faults(program: str, messages: Iterable[str], most: int | None = None) -
     if len(lines) > len(shown):
         shown = [*shown, f"and {len(lines) - len(shown):,} more (--all)"]
     for line in shown:
-        print(_printable(f"{program}: error: {line}", sys.stderr), file=sys.stderr)
+        complain(f"{program}: error: {line}")
 
 
 def _printable(text: str, stream: TextIO) -> str:

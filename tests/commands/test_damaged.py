@@ -18,7 +18,7 @@ import torch
 from converting import assert_converts, assert_refuses, convert, listing, stored, wrong
 from synthetic import COLUMN, Deep, Foreign, Param, World, make, random_full
 
-from deepspeed_affine.storage import sink
+from deepspeed_affine.storage import publication, sink
 from deepspeed_affine.storage.files import ByteReader
 from deepspeed_affine.storage.pt_reader import load_pickle
 
@@ -364,3 +364,47 @@ def test_an_unchecked_output_is_not_taken_for_a_checked_one(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out.partition("{")[2].join(["{", ""]))
     assert found["complete"] is True
     assert found["source_checked"] is True
+
+
+def test_an_interrupt_after_the_output_has_its_name_says_so(tmp_path, capsys, monkeypatch):
+    folder = small().save(tmp_path / "ckpt")
+
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publication, "point_at", interrupted)
+        assert convert(folder, tmp_path / "out") == 2
+    said = capsys.readouterr().err
+    assert "the new output is complete and has its name" in said
+    assert "nothing was published" not in said
+    assert convert(folder, tmp_path / "out") == 0
+    assert sorted(os.listdir(tmp_path)) == ["ckpt", "latest_universal", "out"]
+
+
+FULL = """
+import sys
+from deepspeed_affine.cli import ds_affine, ds_to_universal
+command = ds_to_universal if sys.argv[1] == "convert" else ds_affine
+sys.exit(command(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_a_result_that_cannot_be_printed_is_no_other_result(tmp_path, as_json):
+    folder = small().save(tmp_path / "ckpt")
+    out = str(tmp_path / "out")
+    run = [sys.executable, "-c", FULL]
+    with open("/dev/full", "w") as full:
+        arguments = ["convert", "--affine", "--input_folder", folder, "--output_folder", out, *as_json]
+        if as_json:
+            done = subprocess.run([*run, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+            assert (done.returncode, "is complete" in done.stderr) == (0, True)
+        else:
+            assert convert(folder, out) == 0
+        for verb in (["verify", out], ["inspect", folder], ["diff", out, out]):
+            done = subprocess.run(
+                [*run, "verb", *verb, *as_json], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            )
+            assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+            assert "standard output" in done.stderr
