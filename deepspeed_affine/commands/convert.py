@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from deepspeed_affine.commands.conversion import ConversionOptions, build_plan
-from deepspeed_affine.commands.existing import complete_output, preview, settle_target
+from deepspeed_affine.commands.existing import complete_output, is_published, preview, settle_target
 from deepspeed_affine.commands.identity import conversion_identity
 from deepspeed_affine.commands.job import RANK_TIMEOUT, agree, in_job, job_of, plan_digest, seconds, shared_output
 from deepspeed_affine.commands.policies import averaged, settle_drift, settle_identical
