@@ -17,7 +17,7 @@ from typing import Any
 from deepspeed_affine.errors import CheckpointFormatError, InvalidMapError
 from deepspeed_affine.ir import AFFINE_MAP_FORMAT_VERSION, AffinePiece, ParamAffineMap
 from deepspeed_affine.ir.ints import row_major_strides
-from deepspeed_affine.lowering.reading import as_count, as_mapping, refuse
+from deepspeed_affine.lowering.reading import as_count, as_mapping, naming, refuse
 
 __all__ = [
     "EXPERT_WEIGHTS",
@@ -325,4 +325,5 @@ def _stored_map(layer: ExpertLayer, name: str) -> ParamAffineMap | None:
         raise CheckpointFormatError(
             f"parameter {name!r}: its expert layer stores affine maps, but none for this parameter.", param=name
         )
-    return ParamAffineMap.from_dict(entry)
+    with naming(name):
+        return ParamAffineMap.from_dict(entry)

@@ -7,17 +7,17 @@ used; the answer is geometry and no longer depends on what the parameter means. 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from deepspeed_affine.errors import AffineError, CheckpointFormatError, InvalidMapError, UnsupportedLayoutError
+from deepspeed_affine.errors import CheckpointFormatError, InvalidMapError, UnsupportedLayoutError
 from deepspeed_affine.ir import AffinePiece, ParamAffineMap, contiguous_split_map, replicated_map, sub_param_map
 from deepspeed_affine.ir.ints import as_extents
 from deepspeed_affine.lowering import keys
 from deepspeed_affine.lowering.categories import categorise
 from deepspeed_affine.lowering.lowered import Category, LoweredParam, Rule
+from deepspeed_affine.lowering.reading import naming
 from deepspeed_affine.lowering.sub_params import resolve_sub_params
 from deepspeed_affine.lowering.uc_info import UcInfo
 
@@ -43,7 +43,7 @@ def lower_param(
         raise CheckpointFormatError(
             f"Parameter {name}: {len(shapes)} shard shapes for {degree} tp ranks; expected one for each.", param=name
         )
-    with _naming(name):
+    with naming(name):
         recorded = [None if shape is None else as_extents(shape, "A recorded shard shape") for shape in shapes]
     found = info.affine_map(name)
     category = categorise(info, name, superseded=found is not None)
@@ -62,9 +62,9 @@ def lower_param(
                 "partition function.",
                 param=name,
             )
-        with _naming(name):
+        with naming(name):
             param_map, view = _from_category(info, category, name, _complete(name, recorded))
-    with _naming(name):
+    with naming(name):
         param_map = _proved(param_map)
     truncate_rows, notes = _vocabulary(info, category, name, param_map.logical_shape)
     return LoweredParam(
@@ -201,17 +201,6 @@ def _with_shapes(built: ParamAffineMap, shapes: Sequence[Shape]) -> ParamAffineM
     """``built`` with the shards' recorded shapes; the addresses are flat, so the pieces stay as they are."""
     pieces: dict[int, Sequence[AffinePiece]] = {rank: built.pieces_by_rank[rank] for rank in range(len(shapes))}
     return ParamAffineMap(built.logical_shape, dict(enumerate(shapes)), pieces)
-
-
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Give faults that do not know which parameter they are about its name."""
-    try:
-        yield
-    except AffineError as fault:
-        if fault.param is not None:
-            raise
-        raise type(fault)(f"Parameter {name}: {fault.message}", param=name, rank=fault.rank) from fault
 
 
 @lru_cache(maxsize=1024)

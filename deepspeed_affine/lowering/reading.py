@@ -6,12 +6,13 @@ ends in a sentence naming the file, the entry and what was expected, wherever in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from deepspeed_affine.errors import CheckpointFormatError
+from deepspeed_affine.errors import AffineError, CheckpointFormatError
 
-__all__ = ["as_count", "as_mapping", "as_names", "as_shape", "as_stored", "refuse"]
+__all__ = ["as_count", "as_mapping", "as_names", "as_shape", "as_stored", "naming", "refuse"]
 
 
 def refuse(file: str, subject: str, value: Any, expected: str, param: str | None = None) -> CheckpointFormatError:
@@ -65,6 +66,17 @@ def as_stored(value: Any, subject: str, file: str, *, dimensions: int | None = N
     if dimensions is not None and len(shape) != dimensions:
         raise refuse(file, subject, value, f"a tensor of {dimensions} dimension(s)")
     return value
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Give faults that do not know which parameter they are about its name."""
+    try:
+        yield
+    except AffineError as fault:
+        if fault.param is not None:
+            raise
+        raise type(fault)(f"Parameter {name}: {fault.message}", param=name, rank=fault.rank) from fault
 
 
 def _shown(value: Any) -> str:

@@ -200,3 +200,10 @@ def test_native_experts_without_a_single_expert_file_are_refused_by_layer():
     with pytest.raises(CheckpointFormatError, match="holds 2 of its experts") as caught:
         NativeExperts.from_names([], local)
     assert caught.value.param == "moe.deepspeed_moe.experts.deepspeed_experts."
+
+
+def test_a_stored_map_that_is_malformed_is_refused_by_parameter():
+    layer = ExpertLayer("m.experts", 0, 2, ((0,), (1,)), {"version": 1, "params": {"m.experts.w1": {"ranks": {}}}})
+    with pytest.raises(AffineError, match=r"m\.experts\.w1") as caught:
+        expert_map(layer, "m.experts.w1", (2,))
+    assert caught.value.param == "m.experts.w1"
