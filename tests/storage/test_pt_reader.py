@@ -15,7 +15,7 @@ import pytest
 import torch
 from stored import load_tensor
 
-from deepspeed_affine.errors import AffineError, CheckpointFormatError
+from deepspeed_affine.errors import AffineError, CheckpointFormatError, PolicyError
 from deepspeed_affine.storage.dtypes import ITEM_SIZES
 from deepspeed_affine.storage.pt_reader import load_pickle
 from deepspeed_affine.storage.refs import Global, StandIn, TensorRef, TorchSize
