@@ -23,8 +23,8 @@ _MAX32 = 0xFFFFFFFF
 _MAX16 = 0xFFFF
 _LONGEST_COMMENT = 0xFFFF
 _LONGEST_DESCRIPTOR = 24
-_ENCRYPTED = 0x1 | 0x20 | 0x40
-"""Encrypted, a patch, strongly encrypted: what is stored is not what was saved."""
+_ENCRYPTED = 0x1 | 0x20 | 0x40 | 0x2000
+"""Encrypted, a patch, strongly encrypted, its headers masked: what is stored is not what was saved."""
 _FOLDER = 0x10
 
 

@@ -373,3 +373,14 @@ def test_a_record_that_torch_would_not_find_is_refused(tmp_path, at, bit):
         with pytest.raises(CheckpointFormatError, match="of volume"):
             load_pickle(path)
         entry = data.find(b"PK\x01\x02", entry + 4)
+
+
+@pytest.mark.parametrize("flag", [0x1, 0x20, 0x40, 0x2000])
+def test_a_record_that_is_not_stored_as_it_was_saved_is_refused(tmp_path, flag):
+    path = tmp_path / "x.pt"
+    data = bytearray(saved_with_tensor(path))
+    at = data.index(b"PK\x01\x02") + 8
+    data[at : at + 2] = (int.from_bytes(data[at : at + 2], "little") | flag).to_bytes(2, "little")
+    path.write_bytes(data)
+    with pytest.raises(CheckpointFormatError, match="encrypted"):
+        load_pickle(path)
