@@ -38,6 +38,9 @@ QUIET_BEATS = 3
 AFTERMATH_SECONDS = 0.5
 """By how much the process that failed ends before the others: launchers report the first that ends as the cause."""
 
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""What launchers send to the processes of a job that is over."""
+
 T = TypeVar("T")
 
 
@@ -246,7 +249,8 @@ class JobGroup:
 
     def _explained(self, error: BaseException) -> BaseException:
         """A launcher ends all processes of a job when one has failed; then that is what happened."""
-        if not isinstance(error, KeyboardInterrupt) or error.args != (signal.Signals.SIGTERM.name,):
+        number = error.args[0] if isinstance(error, KeyboardInterrupt) and error.args else None
+        if number not in [ending.name for ending in ENDING]:
             return error
         end = time.monotonic() + 2 * LONGEST_WAIT + BEAT_SECONDS / 2
         while self._link.failure is None and time.monotonic() < end:
@@ -254,7 +258,7 @@ class JobGroup:
         if self._link.failure is not None:
             return self._link.failure.error()
         return JobError(
-            f"{self.names[self.rank]}: was told to end (SIGTERM). Another process of the job may have failed or been "
+            f"{self.names[self.rank]}: was told to end ({number}). Another process of the job may have failed or been "
             "killed, or the job was cancelled; see what the others and the launcher say. The same command resumes."
         )
 
@@ -328,4 +332,5 @@ class JobGroup:
 def _ignore_terminations() -> None:
     """What has failed ends by itself, and has still to say why and to tidy up."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for ending in ENDING:
+            signal.signal(ending, signal.SIG_IGN)

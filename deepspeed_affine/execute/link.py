@@ -107,7 +107,8 @@ class Link:
     """The line of process ``rank`` of ``size``. ``connect`` is called in the thread and returns the store.
 
     ``failure`` is set as soon as this process knows that the job has failed, and stays. ``names`` are how the
-    processes are called towards a person, once they are known; ``reached`` is set when the store has answered.
+    processes are called towards a person, once they are known; ``reached`` is set when the store has answered. Whoever
+    starts a link closes it.
     """
 
     def __init__(
@@ -127,11 +128,13 @@ class Link:
         self._left = False
         self._ended = threading.Event()
         self.reached = threading.Event()
+        # Daemons, because a call of the store may never return.
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._run, self._watch)]
 
     def start(self) -> None:
         """The thread runs; requests made from now on are answered when the store is reached."""
-        for work in (self._run, self._watch):
-            threading.Thread(target=work, name=f"deepspeed_affine {work.__name__}", daemon=True).start()
+        for thread in self._threads:
+            thread.start()
 
     def ask(self, request: Callable[[Store], Answer], *, anyway: float = 0.0) -> Answer:
         """What ``request`` returns, called in the thread that talks to the store.
@@ -213,6 +216,9 @@ class Link:
         """After this the store is not used any more."""
         self._ended.set()
         self._requests.put(lambda store: None)
+        # An interpreter that ends while a thread returns from torch's code takes the process down with it.
+        for thread in self._threads:
+            thread.join(LAST_SECONDS)
 
     def _anyway(self, request: Callable[[Store], Answer]) -> Answer | None:
         try:

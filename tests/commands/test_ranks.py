@@ -160,7 +160,7 @@ def test_only_the_first_speaks_and_a_second_run_finds_the_output_complete(tmp_pa
     refused = by_hand(2, arguments(source, tmp_path / "out"))
     assert refused[0].code == 2
     assert "zero/p3/fp32.pt" in refused[0].err
-    assert_others_say(refused, 0, "not as they were written")
+    assert_others_say(refused, 0, "zero/p3/fp32.pt")
     replaced = by_hand(2, arguments(source, tmp_path / "out", "--overwrite"))
     assert [replaced[rank].code for rank in range(2)] == [0, 0], replaced
     assert_finished(tmp_path, right)

@@ -105,6 +105,35 @@ def test_keys_do_not_pile_up(store):
     assert client(store).num_keys() < 30
 
 
+@pytest.mark.parametrize("error", [None, IntegrityError("damaged")])
+def test_no_thread_is_left_that_the_end_of_the_program_could_meet_in_torch(store, error):
+    before = set(threading.enumerate())
+    left = []
+
+    def work(group):
+        with group.failing():
+            group.gather(None)
+            if error is not None:
+                raise error
+
+    def one(rank):
+        try:
+            with group_of(store, rank, 2) as group:
+                work(group)
+        except IntegrityError:
+            pass
+        left.extend(group._link._threads)
+
+    ranks = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert len(left) == 4
+    assert not any(thread.is_alive() for thread in left)
+    assert set(threading.enumerate()) <= before
+
+
 @pytest.mark.parametrize("failing", [0, 1, 2])
 @pytest.mark.parametrize(
     ("error", "kind"),
@@ -385,7 +414,8 @@ def test_a_failure_of_the_first_at_the_very_end_is_everybodys(store):
     assert str(found[1]) == "rank 0 on host0 failed: the target is taken"
 
 
-def test_a_signal_to_end_is_explained_by_the_failure_behind_it(store):
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGHUP"])
+def test_a_signal_to_end_is_explained_by_the_failure_behind_it(store, number):
     told = threading.Event()
 
     def work(group):
@@ -393,7 +423,7 @@ def test_a_signal_to_end_is_explained_by_the_failure_behind_it(store):
             group.gather(None)
             if group.rank == 1:
                 told.wait(5)
-                raise KeyboardInterrupt("SIGTERM")
+                raise KeyboardInterrupt(number)
             told.set()
             raise IntegrityError("damaged")
 
