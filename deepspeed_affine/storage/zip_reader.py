@@ -25,6 +25,8 @@ _LONGEST_COMMENT = 0xFFFF
 _LONGEST_DESCRIPTOR = 24
 _ENCRYPTED = 0x1 | 0x20 | 0x40 | 0x2000
 """Encrypted, a patch, strongly encrypted, its headers masked: what is stored is not what was saved."""
+_DESCRIBED = 0x8
+"""The record is followed by a descriptor: its writer did not know the checksum beforehand."""
 _FOLDER = 0x10
 
 
@@ -89,18 +91,15 @@ class ZipDirectory:
                 f"record {record.name!r} ends at byte {start + record.size}, past the archive's directory "
                 f"at byte {self.directory_offset}",
             )
-        self._check_end(file, record, start + record.size)
+        self._check_end(file, record, start + record.size, described=bool(fields[2] & _DESCRIBED))
         return start
 
-    def _check_end(self, file: MetadataFile, record: ZipRecord, end: int) -> None:
+    def _check_end(self, file: MetadataFile, record: ZipRecord, end: int, *, described: bool) -> None:
         """Raise unless the record ends where something begins: a wrong length in its header would shift its bytes."""
-        following = file.pread(8, end)
-        if following[:4] == b"PK\x07\x08":
-            if following[4:] == struct.pack("<L", record.crc32):
-                return
-        elif following[:4] in (b"PK\x03\x04", b"PK\x01\x02"):
-            return
-        raise _damaged(self.path, f"record {record.name!r} does not end at byte {end}, where its headers say it does")
+        descriptor = b"PK\x07\x08" + struct.pack("<L", record.crc32)
+        if not file.pread(8, end).startswith((descriptor,) if described else (b"PK\x03\x04", b"PK\x01\x02")):
+            fact = f"record {record.name!r} does not end at byte {end}, where its headers say it does"
+            raise _damaged(self.path, fact)
 
     def read(self, file: MetadataFile, record: ZipRecord) -> bytes:
         """Return the record's bytes, checked against their CRC where one was recorded. For small records."""
@@ -174,7 +173,8 @@ def _find_directory(file: MetadataFile, path: str, file_size: int) -> tuple[int,
     locator_at = end - _END64_LOCATOR.size
     locator = file.pread(_END64_LOCATOR.size, locator_at) if locator_at >= 0 else b""
     if locator[:4] == b"PK\x06\x07":
-        _, _, end64_at, _ = _END64_LOCATOR.unpack(locator)
+        _, volume, end64_at, volumes = _END64_LOCATOR.unpack(locator)
+        _check_one_volume(path, (volume,), (volumes, 1))
         raw = file.pread(_END64.size, end64_at) if end64_at + _END64.size <= locator_at else b""
         if len(raw) != _END64.size or raw[:4] != b"PK\x06\x06":
             raise _damaged(path, f"its 64-bit directory end is not at byte {end64_at}")
@@ -198,7 +198,7 @@ def _find_directory(file: MetadataFile, path: str, file_size: int) -> tuple[int,
 def _check_one_volume(path: str, volumes: tuple[int, ...], counts: tuple[int, ...]) -> None:
     """Raise unless the archive is whole in this file; torch, which reads a copied file, insists on it too."""
     if set(volumes) - {0, _MAX16} or counts[0] != counts[1]:
-        raise _damaged(path, f"its directory states volumes {volumes} and record counts {counts}")
+        raise _damaged(path, f"its directory states volumes {volumes} and counts {counts}")
 
 
 def _parse_entry(raw: bytes, position: int, path: str) -> tuple[ZipRecord, int]:

@@ -13,6 +13,7 @@ import zlib
 
 import pytest
 import torch
+from fuzzing import same_content
 from stored import load_tensor
 
 from deepspeed_affine.errors import AffineError, CheckpointFormatError, PolicyError
@@ -384,3 +385,37 @@ def test_a_record_that_is_not_stored_as_it_was_saved_is_refused(tmp_path, flag):
     path.write_bytes(data)
     with pytest.raises(CheckpointFormatError, match="encrypted"):
         load_pickle(path)
+
+
+def flipped_bits_outside_content(tmp_path, step, offset=0):
+    """How many flips of one bit of the archive's own records are taken; torch makes the same of each of those."""
+    path = tmp_path / "mp_rank_00_model_states.pt"
+    torch.save({"module": {"w": torch.arange(6.0), "n": torch.zeros(0)}, "steps": 3}, path)
+    intact = path.read_bytes()
+    content = set()
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            name, extra = struct.unpack_from("<2H", intact, info.header_offset + 26)
+            start = info.header_offset + 30 + name + extra
+            content.update(range(start, start + info.file_size))
+    places = [(at, bit) for at in range(len(intact)) if at not in content for bit in range(8)]
+    taken = 0
+    for at, bit in places[offset::step]:
+        changed = intact[:at] + bytes([intact[at] ^ 1 << bit]) + intact[at + 1 :]
+        path.write_bytes(changed)
+        try:
+            load_pickle(path)
+        except CheckpointFormatError:
+            continue
+        taken += 1
+        assert same_content(changed, intact), (at, bit)
+    return taken
+
+
+def test_what_is_taken_of_a_damaged_archive_torch_takes_too(tmp_path):
+    assert flipped_bits_outside_content(tmp_path, 23) > 50
+
+
+@pytest.mark.heavy
+def test_what_is_taken_of_any_damaged_archive_torch_takes_too(tmp_path):
+    assert flipped_bits_outside_content(tmp_path, 1) > 1000
