@@ -254,6 +254,8 @@ class Fuzzer:
             return "refused" if code else "converted"
         finally:
             shutil.rmtree(target, ignore_errors=True)
+            for name in leftovers(target):
+                shutil.rmtree(self.workdir / name, ignore_errors=True)
             for name in mutation.changes:
                 (self.folder / name).write_bytes(self.base.files[name])
 
