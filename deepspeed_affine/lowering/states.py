@@ -177,7 +177,10 @@ def _partitions(records: Any, dp_degree: int, file: str) -> list[tuple[int, int 
         entry = as_mapping(record, "an entry of 'ds_zero_partition_groups'", file)
         rank = entry.get("partition_rank")
         count = as_count(entry.get("partition_count", dp_degree), "'partition_count' of a sub-group", file, least=1)
-        found.append((count, rank if rank is None else as_count(rank, "'partition_rank' of a sub-group", file)))
+        own = rank if rank is None else as_count(rank, "'partition_rank' of a sub-group", file)
+        if own is not None and own >= count:
+            raise refuse(file, "'partition_rank' of a sub-group", own, f"a number below its 'partition_count' {count}")
+        found.append((count, own))
     return found
 
 

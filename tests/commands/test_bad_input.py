@@ -453,7 +453,7 @@ CONTRADICTIONS = {
     "a partition rank that cannot be, ZeRO-3": (
         Z3,
         lambda m: m.optim(1).update(ds_zero_partition_groups=[{"partition_count": 2, "partition_rank": 5}]),
-        ["partition rank 5"],
+        [O1, "'partition_rank' of a sub-group is 5"],
     ),
     # Modules.
     "a frozen replica drifted": (TP, lambda m: m.model(1)["module"]["frozen"].add_(1), ["'frozen'"]),
