@@ -118,11 +118,13 @@ def expert_map(layer: ExpertLayer, name: str, expert_shape: Sequence[int]) -> Pa
             )
             for slot, expert in enumerate(experts)
         ]
-    built = ParamAffineMap(logical, shapes, pieces)
-    built.validate()
-    placed = built.canonical()
-    stored = _stored_map(layer, name)
-    if stored is not None and stored.canonical() != placed:
+    with naming(name):
+        built = ParamAffineMap(logical, shapes, pieces)
+        built.validate()
+        placed = built.canonical()
+        stored = _stored_map(layer, name)
+        agrees = stored is None or stored.canonical() == placed
+    if not agrees:
         raise InvalidMapError(
             f"parameter {name!r}: the stored affine map disagrees with the expert placement recorded beside it; "
             "they must describe the same layout. The checkpoint was edited or mixes two saves.",
@@ -325,5 +327,4 @@ def _stored_map(layer: ExpertLayer, name: str) -> ParamAffineMap | None:
         raise CheckpointFormatError(
             f"parameter {name!r}: its expert layer stores affine maps, but none for this parameter.", param=name
         )
-    with naming(name):
-        return ParamAffineMap.from_dict(entry)
+    return ParamAffineMap.from_dict(entry)

@@ -207,3 +207,14 @@ def test_a_stored_map_that_is_malformed_is_refused_by_parameter():
     with pytest.raises(AffineError, match=r"m\.experts\.w1") as caught:
         expert_map(layer, "m.experts.w1", (2,))
     assert caught.value.param == "m.experts.w1"
+
+
+@pytest.mark.parametrize("changes", [{"dest": [0, [0, 1]]}, {"shape": [1]}, {"source": [9, [2, 1]]}])
+def test_a_stored_map_that_contradicts_itself_is_refused_by_parameter(changes):
+    layer = ExpertLayer("m.experts", 0, 2, ((0,), (1,)))
+    entry = expert_map(layer, "m.experts.w1", (2,)).to_dict()
+    entry["ranks"][0]["pieces"][0].update(changes)
+    spoiled = ExpertLayer("m.experts", 0, 2, ((0,), (1,)), {"version": 1, "params": {"m.experts.w1": entry}})
+    with pytest.raises(AffineError, match=r"m\.experts\.w1") as caught:
+        expert_map(spoiled, "m.experts.w1", (2,))
+    assert caught.value.param == "m.experts.w1"
