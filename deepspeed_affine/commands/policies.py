@@ -16,7 +16,7 @@ from deepspeed_affine.lowering.policy import IdenticalShards, OnDrift
 from deepspeed_affine.plan.conversion import ConversionPlan
 from deepspeed_affine.storage.files import ByteReader
 
-__all__ = ["averaged", "settle_drift", "settle_identical"]
+__all__ = ["averaged", "identical_params", "settle_drift", "settle_identical"]
 
 
 def settle_identical(
@@ -35,13 +35,8 @@ def settle_identical(
     """
     if policy is IdenticalShards.SPLIT:
         return plan
-    pieces = PieceReader(plan.storages, reader)
     mine = set(share({suspect.param: _stored_bytes(suspect, plan) for suspect in suspects}, group))
-    found = [
-        suspect.param
-        for suspect in suspects
-        if suspect.param in mine and all(shards_identical(shards, pieces) for shards in suspect.states)
-    ]
+    found = identical_params(plan, [suspect for suspect in suspects if suspect.param in mine], reader)
     identical = {name for part in group.gather(found) for name in part}
     unnamed = {suspect.param for suspect in suspects if suspect.unnamed and suspect.param in identical}
     replicated = identical if policy is IdenticalShards.REPLICATED else unnamed
@@ -64,6 +59,12 @@ def settle_identical(
         f"{name}: no pattern names it and every rank holds the same bytes; written once" for name in sorted(unnamed)
     )
     return replace(plan, notes=(*plan.notes, *notes))
+
+
+def identical_params(plan: ConversionPlan, suspects: Sequence[Suspect], reader: ByteReader) -> list[str]:
+    """The parameters of ``suspects`` whose shards are byte-identical in every state."""
+    pieces = PieceReader(plan.storages, reader)
+    return [suspect.param for suspect in suspects if all(shards_identical(shards, pieces) for shards in suspect.states)]
 
 
 def _stored_bytes(suspect: Suspect, plan: ConversionPlan) -> int:

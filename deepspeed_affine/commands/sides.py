@@ -1,7 +1,8 @@
 """One folder of a comparison, as what can be compared with any other: tensors of F by parameter and state.
 
 An ordinary checkpoint's tensors are described by the pieces of its conversion plan, a universal folder's lie in its
-files as they are. Nothing is read here but metadata and numbers kept as tensors of one element.
+files as they are. Nothing is read here but metadata, numbers kept as tensors of one element, and what no pattern names
+and only the modules hold: whether its shards are one tensor's copies, only their bytes say.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from deepspeed_affine.commands.folders import require_folder
 from deepspeed_affine.commands.inspect import folder_kind
 from deepspeed_affine.commands.layouts import Layouts, describe_layouts
 from deepspeed_affine.commands.module_tensors import ModuleTensors
+from deepspeed_affine.commands.policies import identical_params
 from deepspeed_affine.commands.tensor_files import BARE, Source, TensorFiles
 from deepspeed_affine.errors import CheckpointFormatError, Faults
 from deepspeed_affine.execute.checkpoint import Checkpoint, read_checkpoint
@@ -100,7 +102,13 @@ class CheckpointSide:
             on_drift=OnDrift.FIRST,
             scaled_states=ScaledStates.POWER,
         )
-        return build_plan(self.checkpoint, options)[0]
+        plan, suspects = build_plan(self.checkpoint, options)
+        unnamed = [suspect for suspect in suspects if suspect.unnamed]
+        if not unnamed:
+            return plan
+        with ByteReader() as reader:
+            replicated = frozenset(identical_params(plan, unnamed, reader))
+        return build_plan(self.checkpoint, replace(options, replicated=replicated))[0]
 
     @cached_property
     def tensors(self) -> Tensors:

@@ -181,6 +181,17 @@ def test_a_checkpoint_and_what_it_converts_to_are_equal(tmp_path, capsys, case):
 # Every bit of two checkpoints of one layout.
 
 
+@pytest.mark.parametrize("agree", [True, False])
+def test_what_only_the_modules_hold_and_nothing_names_is_one_tensor_where_ranks_agree(tmp_path, capsys, agree):
+    made = make(World(tp=2), [Param("w", random_full((8, 4), 1), COLUMN)])
+    for rank in range(2):
+        made.model(rank)["module"]["gate.weight"] = random_full((3, 5), 2 if agree else rank)
+    assert convert(made.save(tmp_path / "in"), tmp_path / "out") == 0
+    assert diff(tmp_path / "in", tmp_path / "out", capsys)[0] == 0
+    full = torch.load(tmp_path / "out/zero/gate.weight/fp32.pt", weights_only=False)["param"]
+    assert full.shape == ((3, 5) if agree else (6, 5))
+
+
 @pytest.mark.parametrize("case", worlds())
 def test_every_changed_bit_of_a_checkpoint_is_named(tmp_path, capsys, case):
     """Expected names come from a second checkpoint, laid out the same, whose elements hold their own address in F."""
