@@ -52,6 +52,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="workers of each of DeepSpeed's two phases, and of ours")
     parser.add_argument("--folder", default=None, help="where to work; default: a temporary folder")
     args = parser.parse_args()
+    if args.folder is not None and not Path(args.folder).is_dir():
+        parser.error(f"--folder {args.folder}: no such folder")
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         source = Path(folder) / "global_step1"
         source.mkdir()

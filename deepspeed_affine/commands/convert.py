@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from deepspeed_affine.commands.arguments import positive
 from deepspeed_affine.commands.conversion import ConversionOptions, build_plan
 from deepspeed_affine.commands.existing import complete_output, is_published, preview, settle_target
 from deepspeed_affine.commands.identity import conversion_identity
@@ -45,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     stock = parser.add_argument_group("options of DeepSpeed's command")
     stock.add_argument("--input_folder", required=True, help="DeepSpeed checkpoint folder, the one with the .pt files")
     stock.add_argument("--output_folder", required=True, help="universal checkpoint folder to make")
-    stock.add_argument("--num_extract_workers", type=_positive, default=4, help="parallel workers (default: 4)")
-    stock.add_argument("--num_merge_workers", type=_positive, default=2, help="parallel workers (default: 2)")
+    stock.add_argument("--num_extract_workers", type=positive, default=4, help="parallel workers (default: 4)")
+    stock.add_argument("--num_merge_workers", type=positive, default=2, help="parallel workers (default: 2)")
     stock.add_argument(
         "--keep_temp_folder",
         action="store_true",
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     ours = parser.add_argument_group("options of the affine converter")
     ours.add_argument("--affine", action="store_true", help="convert with deepspeed_affine")
-    ours.add_argument("--workers", type=_positive, default=None, help="threads; default: the larger of the two above")
+    ours.add_argument("--workers", type=positive, default=None, help="threads; default: the larger of the two above")
     ours.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
     ours.add_argument(
         "--on-drift",
@@ -285,16 +286,6 @@ def _changing_options(args: argparse.Namespace) -> dict[str, Any]:
         "scaled_states": args.scaled_states,
         "identical_shards": args.identical_shards,
     }
-
-
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
-    return number
 
 
 def _deepspeed_version() -> str:

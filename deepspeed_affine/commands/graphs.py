@@ -98,14 +98,15 @@ class GraphWalk:
         if not self._first_visit(a, b):
             return
         inner = []
-        for key in a:
+        ours, theirs = ({_spelled(key): key for key in mapping} for mapping in (a, b))
+        for spelled, key in ours.items():
             here = (*place, Step(f"[{shown(key)}]", key))
-            if key in b:
-                inner.append((here, a[key], b[key]))
+            if spelled in theirs:
+                inner.append((here, a[key], b[theirs[spelled]]))
             else:
                 yield ValueDifference(here, _text(a[key]), None)
-        for key in b:
-            if key not in a:
+        for spelled, key in theirs.items():
+            if spelled not in ours:
                 yield ValueDifference((*place, Step(f"[{shown(key)}]", key)), None, _text(b[key]))
         self._pending += reversed(inner)
 
@@ -143,6 +144,13 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, complex):
         return struct.pack("<dd", a.real, a.imag) == struct.pack("<dd", b.real, b.imag)
     return bool(a == b)
+
+
+def _spelled(key: Any) -> Any:
+    """A key as it is written: ``1``, ``1.0`` and ``True`` are one to a dictionary, and so are the two zeros."""
+    if isinstance(key, tuple):
+        return tuple, tuple(_spelled(part) for part in key)
+    return type(key), struct.pack("<d", key) if isinstance(key, float) else key
 
 
 def _text(value: Any) -> str:

@@ -55,6 +55,11 @@ class Settings:
 def verify_alone(folder: str, manifest: Manifest, settings: Settings) -> Outcome:
     """Every file of ``folder`` compared with what ``manifest`` says of it; of each unlike one, what is damaged."""
     outcome = Outcome(folder)
+    if not manifest.source_checked:
+        outcome.notes.append(
+            "the conversion did not compare its source with the checksums its files record (--no-source-crc); "
+            "--against SOURCE does"
+        )
     names = manifest_names(manifest)
     listing = list_files(folder)
     outcome.findings += compare_names(names, listing, "listed in the manifest")

@@ -19,6 +19,7 @@ from deepspeed_affine.commands.text import listed
 from deepspeed_affine.commands.verify_elements import Elements, damaged_storages
 from deepspeed_affine.commands.verify_findings import Finding, Outcome
 from deepspeed_affine.commands.verify_manifest import (
+    Name,
     Names,
     Settings,
     compare_names,
@@ -270,6 +271,9 @@ def _contradictions(manifest: Manifest, plan: ConversionPlan, names: Names) -> l
             findings.append(Finding("manifest", MANIFEST_NAME, f"does not list {path}"))
         elif path not in names:
             findings.append(Finding("manifest", MANIFEST_NAME, f"lists {path}, which is no part of the conversion"))
+        elif (held := (manifest.files[path].param, manifest.files[path].state)) != names[path]:
+            detail = f"says {path} holds {_owner(held)}; it holds {_owner(names[path])}"
+            findings.append(Finding("manifest", MANIFEST_NAME, detail, *names[path]))
     shapes = {task.param: task.shape for task in reversed(plan.tensors)}
     for param in sorted({*shapes, *manifest.parameters}):
         known = manifest.parameters.get(param)
@@ -278,6 +282,11 @@ def _contradictions(manifest: Manifest, plan: ConversionPlan, names: Names) -> l
             right = f"it has shape {list(shapes[param])}" if param in shapes else "there is no such parameter"
             findings.append(Finding("manifest", MANIFEST_NAME, f"says {said} of parameter {param!r}; {right}", param))
     return findings
+
+
+def _owner(name: Name) -> str:
+    param, state = name
+    return "no parameter's state" if param is None else f"state {state!r} of parameter {param!r}"
 
 
 def _other_layouts(manifest: Manifest, plan: ConversionPlan) -> list[str]:

@@ -35,6 +35,12 @@ __all__ = ["ExecutionOptions", "Written", "close_gaps", "reusable", "write_files
 CHUNK_BYTES = 4 << 20
 """How much is read, summed and written at a time: calls cost little, and it stays in a processor's cache."""
 
+FINISHERS = 4
+"""Threads that wait for a disk; they compute nothing."""
+
+UNFINISHED = 16
+"""Files that are written and not yet known to be on the disk, at most: each is an open descriptor."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExecutionOptions:
@@ -142,6 +148,9 @@ class _Execution:
         self.written = Written()
         self.lock = threading.Lock()
         self.stopped = threading.Event()
+        self.finishers = ThreadPoolExecutor(FINISHERS)
+        self.finishing: list[Future[None]] = []
+        self.unfinished = threading.BoundedSemaphore(UNFINISHED)
         self.open_files: set[FileWriter] = set()
 
     def run(self, reused: Mapping[str, Finished], wanted: Collection[str] | None) -> Written:
@@ -159,10 +168,13 @@ class _Execution:
                 done, _ = wait(futures, return_when=FIRST_EXCEPTION)
                 for future in done:
                     future.result()
+                for finishing in self.finishing:
+                    finishing.result()
             finally:
                 # Also on an interrupt: no thread may go on writing into a folder that is about to be removed.
                 self.stopped.set()
                 pool.shutdown(cancel_futures=True)
+                self.finishers.shutdown(cancel_futures=True)
                 for writer in self.open_files:
                     writer.abandon()
         return self.written
@@ -229,6 +241,23 @@ class _Execution:
     def closed(self, writer: FileWriter) -> None:
         with self.lock:
             self.open_files.discard(writer)
+
+    def complete(self, finish: Callable[[], None]) -> None:
+        """``finish`` is called: at once where files are written in order, else by a thread that waits for the disk
+        while this one goes on copying. The first failure stops the run and is raised at its end."""
+        if self.sink.sequential:
+            finish()
+            return
+
+        def end() -> None:
+            try:
+                self._guard(finish)
+            finally:
+                self.unfinished.release()
+
+        self.unfinished.acquire()
+        with self.lock:
+            self.finishing.append(self.finishers.submit(end))
 
     def finished(self, entry: Finished) -> None:
         self.record(entry)

@@ -59,6 +59,9 @@ class Execution(Protocol):
 
     def closed(self, writer: FileWriter) -> None: ...
 
+    def complete(self, finish: Callable[[], None]) -> None:
+        """``finish`` is called, now or soon, by this thread or another: a disk is not waited for where that can be."""
+
     def finished(self, entry: Finished) -> None: ...
 
 
@@ -163,14 +166,16 @@ class FileWriter:
             else:
                 self._write_segments(self.sink_file, [(at, item)])
                 at += len(item)
-        self._finish(self.sink_file)
+        self.execution.complete(self._finish)
 
     def _complete(self, sink_file: SinkFile) -> None:
         crcs = {extent.key: self._sum(extent.offset, extent.offset + extent.nbytes) for extent in self.file.extents}
         self._write_segments(sink_file, self.file.tail(crcs))
-        self._finish(sink_file)
+        self.execution.complete(self._finish)
 
-    def _finish(self, sink_file: SinkFile) -> None:
+    def _finish(self) -> None:
+        sink_file = self.sink_file
+        assert sink_file is not None
         with _naming(self.file.path):
             sink_file.finish()
         self.execution.closed(self)

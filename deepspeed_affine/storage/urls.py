@@ -25,6 +25,11 @@ def absolute(path: str | os.PathLike[str]) -> str:
             f"{text!r}: holds a NUL character, which no path may; expected a path. Check how it was made."
         )
     if not is_url(text):
+        parts = text.split(os.sep)
+        if os.pardir in parts:
+            # ".." leads out of the folder a link points to, not out of the one it lies in.
+            up = len(parts) - parts[::-1].index(os.pardir)
+            text = os.path.join(os.path.realpath(os.sep.join(parts[:up])), *parts[up:])
         return os.path.abspath(text)
     before, scheme, place, after = _parts(text)
     return before + scheme + (place.rstrip("/") or place[:1]) + after

@@ -162,6 +162,16 @@ def test_stand_ins_by_how_they_were_built():
     assert [is_in(one.place) for one in walk(nested[0], nested[2])[0]] == [".class.args[0]"]
 
 
+@pytest.mark.parametrize(
+    ("a", "b"), [(0.0, -0.0), (1, True), (1, 1.0), ((1, 0.0), (1, -0.0)), (1.0, 1 + 0j), ("1", b"1")]
+)
+def test_keys_that_only_seem_equal(a, b):
+    found, equal = walk({a: 1, "x": 2}, {b: 1, "x": 2})
+    assert [(one.a, one.b) for one in found] == [("1", None), (None, "1")]
+    assert equal == 1
+    assert walk({a: 1, "x": 2}, {"x": 2, a: 1}) == ([], 2)
+
+
 def test_any_depth(tmp_path):
     for name in ("a", "b"):
         save(Deep(20_000), tmp_path / name)

@@ -467,3 +467,12 @@ def test_names_of_every_kind_are_printed(tmp_path, capsys):
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "fp32" in line]
     assert repr(f"zero/{name}/fp32.pt") in line
     assert line.isprintable()
+
+
+def test_an_output_whose_source_was_not_checked_says_so(tmp_path, capsys):
+    source, folder = made(tmp_path, "zero1")
+    assert verify(folder, capsys)[1]["notes"] == []
+    assert convert(source, tmp_path / "unchecked", "--no-source-crc") == 0
+    code, found, _ = verify(tmp_path / "unchecked", capsys)
+    assert (code, found["findings"]) == (0, [])
+    assert "did not compare its source with the checksums" in found["notes"][0]

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -568,6 +569,7 @@ def test_a_manifest_that_contradicts_right_files(tmp_path, capsys):
         first = files["zero/up/fp32.pt"]
         files["zero/up/fp32.pt"] = ManifestFile(first.nbytes, first.crc32 ^ 1, "up", "fp32")
         files["zero/gone.pt"] = ManifestFile(1, 1)
+        files["zero/up/exp_avg.pt"] = replace(files["zero/up/exp_avg.pt"], param="down", state="exp_avg_sq")
         del files["zero/down/fp32.pt"]
         parts["parameters"]["down"] = ManifestParameter(parts["parameters"]["down"].layout, (4, 3))
         parts["parameters"]["up"] = ManifestParameter("0" * 64, parts["parameters"]["up"].shape)
@@ -582,6 +584,7 @@ def test_a_manifest_that_contradicts_right_files(tmp_path, capsys):
         "does not list zero/down/fp32.pt",
         "lists zero/gone.pt",
         "[4, 3]",
+        "says zero/up/exp_avg.pt holds state 'exp_avg_sq' of parameter 'down'; it holds state 'exp_avg' of",
     ):
         assert said in details
     assert found["notes"] == ["since the conversion: the layout of parameter 'up' is another"]

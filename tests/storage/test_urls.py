@@ -31,6 +31,17 @@ def test_paths(text):
     assert join(text, "a", "b/c") == os.path.join(text, "a", "b/c")
 
 
+def test_out_of_a_link_is_where_the_system_says(tmp_path, monkeypatch):
+    (tmp_path / "real/inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "real/inner")
+    (tmp_path / "real/beside").write_text("here")
+    for folder, text in ((tmp_path, "link/../beside"), (tmp_path / "link", "../beside")):
+        monkeypatch.chdir(folder)
+        assert absolute(text) == str((tmp_path / "real/beside").resolve())
+    assert absolute(tmp_path / "link/../beside") == str((tmp_path / "real/beside").resolve())
+    assert absolute("/x/y/../z/./w/") == "/x/z/w"
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
