@@ -7,6 +7,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -166,16 +167,14 @@ class FileWriter:
             else:
                 self._write_segments(self.sink_file, [(at, item)])
                 at += len(item)
-        self.execution.complete(self._finish)
+        self.execution.complete(partial(self._finish, self.sink_file))
 
     def _complete(self, sink_file: SinkFile) -> None:
         crcs = {extent.key: self._sum(extent.offset, extent.offset + extent.nbytes) for extent in self.file.extents}
         self._write_segments(sink_file, self.file.tail(crcs))
-        self.execution.complete(self._finish)
+        self.execution.complete(partial(self._finish, sink_file))
 
-    def _finish(self) -> None:
-        sink_file = self.sink_file
-        assert sink_file is not None
+    def _finish(self, sink_file: SinkFile) -> None:
         with _naming(self.file.path):
             sink_file.finish()
         self.execution.closed(self)
