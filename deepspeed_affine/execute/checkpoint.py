@@ -15,6 +15,7 @@ from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults
 from deepspeed_affine.execute.attempts import Reading
 from deepspeed_affine.execute.model_file import UC_INFO, ModelFile, read_model_file
 from deepspeed_affine.execute.unrecorded import sliced_names, with_shapes
+from deepspeed_affine.execute.zero_stage import as_stage
 from deepspeed_affine.lowering.experts import (
     ExpertLayer,
     NativeExperts,
@@ -30,7 +31,7 @@ from deepspeed_affine.storage.checkpoint_file import load_checkpoint_file
 from deepspeed_affine.storage.files import is_file, join
 from deepspeed_affine.storage.folder import CheckpointFile, CheckpointFolder, scan_folder, survey_folder
 from deepspeed_affine.storage.pt_reader import Loaded
-from deepspeed_affine.storage.refs import StandIn, TensorRef
+from deepspeed_affine.storage.refs import TensorRef
 
 __all__ = ["DIMENSIONS", "Checkpoint", "ModelFile", "Survey", "read_checkpoint", "survey_checkpoint"]
 
@@ -155,7 +156,7 @@ def _zero_stage(folder: CheckpointFolder, reading: Reading) -> int:
 def _stage_in(file: str, reading: Reading) -> int:
     optimizer = _optimizer(reading.load(file).root, file)
     stage = optimizer.get("zero_stage", 1)
-    number = _enum_value(stage)
+    number = as_stage(stage)
     # Without ZeRO there are no ZeRO files, except those of the bf16 optimizer, which records no stage.
     if number is None or not 1 <= number <= 3:
         raise CheckpointFormatError(
@@ -164,12 +165,6 @@ def _stage_in(file: str, reading: Reading) -> int:
             file=file,
         )
     return number
-
-
-def _enum_value(value: Any) -> int | None:
-    if isinstance(value, StandIn):
-        value = value.stand_in_args[0] if value.stand_in_args else None
-    return int(value) if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _load_model_files(

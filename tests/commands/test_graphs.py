@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic import Deep, Foreign, FragmentAddress, save
+from synthetic import Deep, Foreign, FragmentAddress, ZeroStage, ZeroStageByName, save
 
 from deepspeed_affine.commands.graphs import GraphWalk, TensorPair, is_in
 from deepspeed_affine.storage.pt_reader import load_pickle
@@ -147,6 +147,9 @@ def test_objects_of_unknown_classes(tmp_path):
     assert equal >= 3
     other = read("c.pt", [Foreign(x=2, y={"z": [torch.ones(3)]}), FragmentAddress(numel=3, start=1)])
     assert [is_in(one.place) for one in walk(one, other)[0]] == ["[0]['x']", "[0]['y']['z'][0]", "[1]['start']"]
+    stages = [read(f"{kind.__name__}.pt", [kind(1), kind(2)]) for kind in (ZeroStage, ZeroStageByName)]
+    assert walk(*stages) == ([], 2)
+    assert len(walk(stages[0], stages[1][::-1])[0]) == 2
     found, _ = walk(one, read("d.pt", [FragmentAddress(numel=3, start=0), Foreign(x=1)]))
     assert [is_in(one.place) for one in found] == ["[0]", "[1]"]
 

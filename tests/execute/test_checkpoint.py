@@ -4,7 +4,8 @@ import os
 
 import pytest
 import torch
-from synthetic import COLUMN, Param, World, make, random_full
+from converting import assert_converts
+from synthetic import COLUMN, Foreign, Param, World, ZeroStageByName, make, random_full
 
 from deepspeed_affine.errors import CheckpointFormatError
 from deepspeed_affine.execute import checkpoint as module
@@ -29,6 +30,23 @@ def test_degrees_and_shapes(tmp_path, tp, pp, dp, record):
     assert set(found.states["norm"].tensors["fp32"]) == {
         ShardKey(stage, rank) for stage in range(pp) for rank in range(tp)
     }
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_stage_pickled_by_name_is_the_same_stage(tmp_path, stage):
+    made = make(World(stage=stage, dp=2), params())
+    for rank in range(2):
+        made.optim(rank)["zero_stage"] = ZeroStageByName(stage)
+    assert read_checkpoint(made.save(tmp_path / "in")).stage == stage
+    assert_converts(made, tmp_path)
+
+
+@pytest.mark.parametrize("stage", [ZeroStageByName(0), Foreign(x=1), [], "weights", True])
+def test_what_is_no_stage_is_refused(tmp_path, stage):
+    made = make(World(), params())
+    made.optim(0)["zero_stage"] = stage
+    with pytest.raises(CheckpointFormatError, match="'zero_stage'"):
+        read_checkpoint(made.save(tmp_path / "in"))
 
 
 def test_no_tensor_byte_is_read(tmp_path):

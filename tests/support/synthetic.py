@@ -56,6 +56,13 @@ class ZeroStage:
         return ZeroStage, (self.stage,)
 
 
+class ZeroStageByName(ZeroStage):
+    """As Python 3.11.0 to 3.11.3 pickle a member of an enumeration."""
+
+    def __reduce__(self) -> Any:
+        return getattr, (ZeroStage, ("disabled", "optimizer_states", "gradients", "weights")[self.stage])
+
+
 class Deep:
     """Lists within lists, pickled without recursion."""
 
