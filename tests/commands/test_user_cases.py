@@ -12,7 +12,20 @@ import pytest
 import torch
 from converting import assert_converts, assert_refuses, convert, listing, same, scalar, stored, wrong
 from edits import STEM, flip, mapped, native_moe, optimizer_state
-from synthetic import COLUMN, REPLICATED, ROW, Cut, ExpertLayer, Foreign, Param, World, exact, make, random_full
+from synthetic import (
+    COLUMN,
+    REPLICATED,
+    ROW,
+    Cut,
+    ExpertLayer,
+    Foreign,
+    Param,
+    World,
+    ZeroStageByName,
+    exact,
+    make,
+    random_full,
+)
 
 STAGES = (1, 2, 3)
 PREFIXES = ("", "bf16_", "fp16_")
@@ -888,6 +901,14 @@ def test_x5_all_parameter_groups_are_kept_however_many(tmp_path, groups):
     target = assert_converts(make(World(stage=2, dp=2), params), tmp_path)
     found = torch.load(target / "zero" / "optimizer_state.pt", weights_only=False)
     assert [group["params"] for group in found["param_groups"]] == [[n] for n in range(groups)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_x7_a_stage_pickled_by_name(tmp_path, stage):
+    made = make(World(stage=stage, dp=2), [Param("w", random_full((3, 2), 1))])
+    for rank in range(2):
+        made.optim(rank)["zero_stage"] = ZeroStageByName(stage)
+    assert_converts(made, tmp_path)
 
 
 def test_every_row_of_the_table_has_its_tests():
