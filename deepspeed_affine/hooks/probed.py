@@ -1,0 +1,139 @@
+"""Maps of live layers found by running their partition function, checked against the shards the ranks really hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed_affine.errors import AffineError, UnsupportedLayoutError
+from deepspeed_affine.hooks.partitions import Partition
+from deepspeed_affine.ir import ParamAffineMap, replicated_map
+from deepspeed_affine.lowering import probe
+
+__all__ = ["Prober"]
+
+Shape = tuple[int, ...]
+Shards = tuple[Shape, ...]
+
+SEARCHED = 1 << 12
+"""How many extents of F are tried where the layer does not remember it and no closed form gives it."""
+
+
+class Prober:
+    """Probes layers, each distinct one once: a model's blocks repeat."""
+
+    def __init__(self) -> None:
+        self._found: dict[object, ParamAffineMap | AffineError] = {}
+        self._full: dict[object, Shape] = {}
+
+    def map_of(self, partition: Partition, shards: dict[str, Shards], attribute: str, name: str) -> ParamAffineMap:
+        """The canonical map of one of the layer's parameters; ``shards`` gives every rank's shape by attribute."""
+        key = (partition.key(), tuple(sorted(shards.items())), attribute)
+        found = self._found.get(key)
+        if found is None:
+            try:
+                found = self._probe(partition, shards, attribute)
+            except AffineError as fault:
+                found = fault
+            except Exception as fault:
+                found = UnsupportedLayoutError(
+                    f"the layer's own partition function fails on it: {type(fault).__name__}: {fault}"
+                )
+            self._found[key] = found
+        if isinstance(found, AffineError):
+            kind = type(partition_layer(partition)).__name__
+            raise type(found)(
+                f"Parameter {name} ({kind}): {found.message} Describe it in universal_checkpoint_info by hand, with an "
+                "affine_map of its own.",
+                param=name,
+                rank=found.rank,
+            ) from found
+        return found
+
+    def _probe(self, partition: Partition, shards: dict[str, Shards], attribute: str) -> ParamAffineMap:
+        # The bias does not change how a weight is cut, while some functions read the weight to cut a bias.
+        weight = self._full_shape(partition, shards, "weight")
+        if attribute == "weight":
+            return probe(partition.function(attribute, {"bias": None}), weight, partition.degree)
+        if _divides_bias(partition):
+            return replicated_map(shards["bias"][0], partition.degree, 1.0 / partition.degree).canonical()
+        full = self._full_shape(partition, shards, "bias")
+        return probe(partition.function(attribute, {"weight": weight}), full, partition.degree)
+
+    def _full_shape(self, partition: Partition, shards: dict[str, Shards], attribute: str) -> Shape:
+        known = partition.shapes_known.get(attribute)
+        if known is not None:
+            return known
+        key = (partition.key(), tuple(sorted(shards.items())), attribute)
+        if key not in self._full:
+            self._full[key] = self._search(partition, shards, attribute)
+        return self._full[key]
+
+    def _search(self, partition: Partition, shards: dict[str, Shards], attribute: str) -> Shape:
+        """The one shape of F that the function cuts into these shards, all of F being held."""
+        other = {"weight": self._full_shape(partition, shards, "weight")} if attribute == "bias" else {}
+        cut = partition.function(attribute, other)
+
+        def fits(full: Shape) -> bool:
+            try:
+                return all(_shape_on(cut, full, rank) == shape for rank, shape in enumerate(shards[attribute]))
+            except Exception:
+                return False
+
+        for full in _candidates(shards[attribute]):
+            if not fits(full):
+                continue
+            try:
+                probe(cut, full, partition.degree)
+            except AffineError:
+                continue
+            return full
+        raise UnsupportedLayoutError(
+            f"no shape of the whole parameter is cut into shards of {sorted(set(shards[attribute]))} by the layer's "
+            "partition function, so what it was cut from is unknown."
+        )
+
+
+def partition_layer(partition: Any) -> Any:
+    """The layer a partition stands for."""
+    return partition.layer
+
+
+def _divides_bias(partition: Any) -> bool:
+    """Yuan's row-parallel layer holds its bias divided by the number of ranks. Its function computes exactly that and
+    then raises while it wraps the result (in all versions up to 0.19.8), so it cannot be asked."""
+    layer = partition.layer
+    yuan = next((kind for kind in type(layer).__mro__ if kind.__name__ == "Yuan_LinearAllreduce"), None)
+    return yuan is not None and type(layer)._tp_partition is vars(yuan).get("_tp_partition")
+
+
+def _shape_on(cut: Any, full: Shape, rank: int) -> Shape:
+    found = cut(torch.empty(full, device="meta"), rank)
+    return tuple(found.shape)
+
+
+def _candidates(shards: Sequence[Shape]) -> Iterator[Shape]:
+    """Shapes F may have, the likely ones first: joined along one axis, whole, then every extent between."""
+    first = shards[0]
+    orders = [first] if len(first) < 2 else [first, (*first[:-2], first[-1], first[-2])]
+    for base in orders:
+        swapped = base != first
+        for axis in range(len(base)):
+            yield _with(base, axis, sum(_oriented(shape, swapped)[axis] for shape in shards))
+        yield base
+    for base in orders[:1]:
+        for axis in range(len(base)):
+            total = sum(shape[axis] for shape in shards)
+            least = max(shape[axis] for shape in shards)
+            for extent in range(total - 1, max(least, total - SEARCHED), -1):
+                yield _with(base, axis, extent)
+
+
+def _oriented(shape: Shape, swapped: bool) -> Shape:
+    return (*shape[:-2], shape[-1], shape[-2]) if swapped else shape
+
+
+def _with(shape: Shape, axis: int, extent: int) -> Shape:
+    return (*shape[:axis], extent, *shape[axis + 1 :])

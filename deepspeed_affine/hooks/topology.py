@@ -1,0 +1,80 @@
+"""Which tensor-parallel group a live model is cut over, and the shapes its ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["TensorParallel", "gather_shapes", "held_shape", "is_partitioned_layer", "tensor_parallel_of"]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """The group's size, this process's rank in it, and the group itself where one exists."""
+
+    degree: int
+    rank: int
+    group: Any = None
+
+
+def held_shape(param: torch.Tensor) -> Shape:
+    """The shape this rank holds of a parameter, also where ZeRO-3 has taken its data away."""
+    return tuple(int(extent) for extent in getattr(param, "ds_shape", param.shape))
+
+
+def is_partitioned_layer(module: Any) -> bool:
+    """Whether ``module`` is a tensor-parallel layer that cut its parameters over a group."""
+    if not hasattr(module, "_tp_partition") or not hasattr(module, "tp_world_size"):
+        return False
+    return getattr(module, "mp_group", None) is not None or int(module.tp_world_size) > 1
+
+
+def tensor_parallel_of(model: torch.nn.Module, mpu: Any = None) -> TensorParallel:
+    """The group known from ``mpu``, else from the model's own layers, else from its pipeline grid, else one rank."""
+    layers = [_of_layer(module) for module in model.modules() if is_partitioned_layer(module)]
+    widest = max(layers, key=lambda found: found.degree, default=None)
+    if mpu is None and widest is None:
+        grid = getattr(model, "mpu", None)
+        mpu = grid() if callable(grid) else grid
+    stated = _of_mpu(mpu)
+    if stated is not None and (widest is None or stated.degree >= widest.degree):
+        return stated
+    return widest or TensorParallel(1, 0)
+
+
+def gather_shapes(held: Mapping[str, Shape], group: TensorParallel) -> dict[str, tuple[Shape, ...]]:
+    """For every name the shapes all ranks of ``group`` hold; a collective where torch.distributed runs.
+
+    Without torch.distributed nothing can be asked, and the ranks are taken to hold equal shapes.
+    """
+    if group.degree == 1 or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return {name: (shape,) * group.degree for name, shape in held.items()}
+    rows: list[Mapping[str, Shape] | None] = [None] * group.degree
+    torch.distributed.all_gather_object(rows, dict(held), group=group.group)
+    # A parameter another rank does not have is its own rank's fault to name; here it counts as having no elements.
+    return {name: tuple((row or {}).get(name, (0,)) for row in rows) for name in held}
+
+
+def _of_layer(layer: Any) -> TensorParallel:
+    return TensorParallel(int(layer.tp_world_size), int(layer.tp_index), getattr(layer, "mp_group", None))
+
+
+def _of_mpu(mpu: Any) -> TensorParallel | None:
+    """The three names under which Megatron, DeepSpeed's grid and older units keep the tensor-parallel group."""
+    for kind in ("tensor_model_parallel", "slice_parallel", "model_parallel"):
+        size = getattr(mpu, f"get_{kind}_world_size", None)
+        if size is not None:
+            degree = int(size())
+            return TensorParallel(degree, int(_ask(mpu, kind, "rank")), _ask(mpu, kind, "group", degree > 1))
+    return None
+
+
+def _ask(mpu: Any, kind: str, what: str, wanted: bool = True) -> Any:
+    kinds: Iterable[str] = (kind, "tensor_model_parallel", "slice_parallel", "model_parallel")
+    found = next((get for each in kinds if (get := getattr(mpu, f"get_{each}_{what}", None)) is not None), None)
+    return found() if wanted and found is not None else None
