@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         PolicyError,
         UnsupportedLayoutError,
     )
+    from deepspeed_affine.hooks.collect import collect_autotp_universal_checkpoint_info
     from deepspeed_affine.ir import (
         AFFINE_MAP_FORMAT_VERSION,
         SCALE_POWER_BY_STATE,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "deepspeed_affine.hooks.collect": ("collect_autotp_universal_checkpoint_info",),
     "deepspeed_affine.errors": (
         "AffineError",
         "BudgetExceededError",
@@ -76,6 +78,7 @@ __all__ = [
     "UnsupportedLayoutError",
     "__version__",
     "block_gather_map",
+    "collect_autotp_universal_checkpoint_info",
     "compose",
     "compose_maps",
     "contiguous_split_map",

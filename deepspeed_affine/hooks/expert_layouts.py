@@ -13,7 +13,7 @@ from deepspeed_affine.hooks.versions import AUTOEP_META
 from deepspeed_affine.ir import ParamAffineMap
 from deepspeed_affine.lowering.experts import EXPERT_WEIGHTS, NATIVE_EXPERT, ExpertLayer, expert_layers, expert_map
 
-__all__ = ["PlacedExpert", "native_expert_names", "placed_experts"]
+__all__ = ["PlacedExpert", "native_expert_families", "native_expert_names", "placed_experts"]
 
 WHERE = "The live model"
 
@@ -45,14 +45,23 @@ def placed_experts(model: torch.nn.Module) -> dict[str, PlacedExpert]:
 
 def native_expert_names(model: torch.nn.Module) -> dict[str, str]:
     """By local name, the global name of every parameter of DeepSpeed's own experts, counted over all ranks."""
-    names: dict[str, str] = {}
+    return {local: names[_group_rank(moe)] for local, names, moe in _native(model)}
+
+
+def native_expert_families(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
+    """By local name, the global names it has on the ranks of the expert-parallel group, in their order."""
+    return {local: names for local, names, _ in _native(model)}
+
+
+def _native(model: torch.nn.Module) -> Iterator[tuple[str, tuple[str, ...], Any]]:
     for prefix, module in _native_layers(model):
-        first = _group_rank(module.deepspeed_moe) * int(module.num_local_experts)
+        count, ranks = int(module.num_local_experts), int(module.ep_size)
         for local, _ in module.named_parameters(prefix=prefix):
             match = NATIVE_EXPERT.fullmatch(local)
             if match is not None:
-                names[local] = f"{match['prefix']}{first + int(match['id'])}{match['rest']}"
-    return names
+                first = int(match["id"])
+                names = (f"{match['prefix']}{rank * count + first}{match['rest']}" for rank in range(ranks))
+                yield local, tuple(names), module.deepspeed_moe
 
 
 def _native_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:

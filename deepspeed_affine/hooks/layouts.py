@@ -121,7 +121,7 @@ class _Describing:
         if self.info is not None and (not self.by_layers or self.info.category_patterns_of(universal)):
             lowered = lower_param(self.info, universal, self.shards[name], self.tp.degree)
             return LiveParam(name, universal, lowered.map, self.tp.rank, "patterns")
-        source = "experts" if universal != name else "untouched"
+        source = "experts" if name in self.native else "untouched"
         return LiveParam(name, universal, self._whole(self.held[name]), self.tp.rank, source)
 
     def _stated(self, name: str, owner: _Owner | None) -> ParamAffineMap | None:

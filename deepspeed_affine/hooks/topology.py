@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["TensorParallel", "gather_shapes", "held_shape", "is_partitioned_layer", "tensor_parallel_of"]
+from deepspeed_affine.errors import PolicyError
+
+__all__ = ["TensorParallel", "gather_shapes", "held_shape", "is_partitioned_layer", "over_stages", "tensor_parallel_of"]
 
 Shape = tuple[int, ...]
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,22 @@ def gather_shapes(held: Mapping[str, Shape], group: TensorParallel) -> dict[str,
     return {name: tuple((row or {}).get(name, (0,)) for row in rows) for name in held}
 
 
+def over_stages(value: Value, model: torch.nn.Module, mpu: Any = None) -> list[Value]:
+    """``value`` of every pipeline stage, the first stage's first; of a model without stages its own alone.
+
+    A collective over the pipeline group where there are several stages.
+    """
+    grid = getattr(model, "mpu", None)
+    if not hasattr(model, "forward_funcs") or not callable(grid):
+        return [value]
+    group = (mpu if hasattr(mpu, "get_pipe_parallel_group") else grid()).get_pipe_parallel_group()
+    if group is None or torch.distributed.get_world_size(group) == 1:
+        return [value]
+    rows: list[Value | None] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(rows, value, group=group)
+    return [row for row in rows if row is not None]
+
+
 def _of_layer(layer: Any) -> TensorParallel:
     return TensorParallel(int(layer.tp_world_size), int(layer.tp_index), getattr(layer, "mp_group", None))
 
@@ -70,11 +89,18 @@ def _of_mpu(mpu: Any) -> TensorParallel | None:
         size = getattr(mpu, f"get_{kind}_world_size", None)
         if size is not None:
             degree = int(size())
-            return TensorParallel(degree, int(_ask(mpu, kind, "rank")), _ask(mpu, kind, "group", degree > 1))
+            if degree == 1:
+                return TensorParallel(1, 0)
+            return TensorParallel(degree, int(_ask(mpu, kind, "rank")), _ask(mpu, kind, "group"))
     return None
 
 
-def _ask(mpu: Any, kind: str, what: str, wanted: bool = True) -> Any:
-    kinds: Iterable[str] = (kind, "tensor_model_parallel", "slice_parallel", "model_parallel")
-    found = next((get for each in kinds if (get := getattr(mpu, f"get_{each}_{what}", None)) is not None), None)
-    return found() if wanted and found is not None else None
+def _ask(mpu: Any, kind: str, what: str) -> Any:
+    for each in (kind, "tensor_model_parallel", "slice_parallel", "model_parallel"):
+        found = getattr(mpu, f"get_{each}_{what}", None)
+        if found is not None:
+            return found()
+    raise PolicyError(
+        f"mpu, a {type(mpu).__name__}: states a tensor-parallel group of several ranks and has no get_{kind}_{what}(); "
+        "expected the methods Megatron's mpu has."
+    )

@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["AUTOEP_META", "describes_itself", "layer_metadata", "stock_collect", "stock_ucp_version"]
+__all__ = [
+    "AUTOEP_META",
+    "describes_itself",
+    "layer_metadata",
+    "metadata_attribute",
+    "stock_collect",
+    "stock_ucp_version",
+]
 
 AUTOEP_META = "ds_autoep_uc_meta"
 """The attribute of an expert parameter with its placement; written by 0.19.7 and later."""
@@ -21,9 +28,15 @@ Collect = Callable[[torch.nn.Module], dict[str, Any]]
 
 def layer_metadata(param: torch.Tensor) -> Mapping[str, Any] | None:
     """The restore metadata an AutoTP layer put on ``param``, or None: from 0.18.9 on layers write it."""
-    attribute = _constant("DS_AUTOTP_UC_META")
+    attribute = metadata_attribute()
     found = getattr(param, attribute, None) if attribute is not None else None
     return found if isinstance(found, Mapping) and found else None
+
+
+def metadata_attribute() -> str | None:
+    """The attribute under which a parameter carries that metadata."""
+    found: str | None = _constant("DS_AUTOTP_UC_META")
+    return found
 
 
 def describes_itself(layer: torch.nn.Module) -> bool:
