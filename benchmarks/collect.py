@@ -58,10 +58,10 @@ def build(degree: int, rank: int, layers: int) -> nn.Module:
 
     model = nn.Module()
     with ExitStack() as answered:
-        answered.enter_context(mock.patch.object(autotp.dist, "get_world_size", lambda group=None: degree))
-        answered.enter_context(mock.patch.object(autotp.dist, "get_rank", lambda group=None: rank))
+        answered.enter_context(mock.patch.object(autotp.dist, "get_world_size", return_value=degree))
+        answered.enter_context(mock.patch.object(autotp.dist, "get_rank", return_value=rank))
         if hasattr(autotp, "pg_utils"):
-            answered.enter_context(mock.patch.object(autotp.pg_utils, "is_parallel", lambda group: degree > 1))
+            answered.enter_context(mock.patch.object(autotp.pg_utils, "is_parallel", return_value=degree > 1))
         model.model = nn.Module()
         model.model.embed_tokens = nn.Embedding(VOCAB, HIDDEN, device="meta", dtype=torch.bfloat16)
         model.model.layers = nn.ModuleList(block() for _ in range(layers))

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         PolicyError,
         UnsupportedLayoutError,
     )
+    from deepspeed_affine.hooks.attach import Attachment, attach
+    from deepspeed_affine.hooks.client_state import with_universal_info
     from deepspeed_affine.hooks.collect import collect_autotp_universal_checkpoint_info
     from deepspeed_affine.ir import (
         AFFINE_MAP_FORMAT_VERSION,
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "deepspeed_affine.hooks.attach": ("Attachment", "attach"),
+    "deepspeed_affine.hooks.client_state": ("with_universal_info",),
     "deepspeed_affine.hooks.collect": ("collect_autotp_universal_checkpoint_info",),
     "deepspeed_affine.errors": (
         "AffineError",
@@ -69,6 +73,7 @@ __all__ = [
     "SCALE_POWER_BY_STATE",
     "AffineError",
     "AffinePiece",
+    "Attachment",
     "BudgetExceededError",
     "CheckpointFormatError",
     "IntegrityError",
@@ -77,6 +82,7 @@ __all__ = [
     "PolicyError",
     "UnsupportedLayoutError",
     "__version__",
+    "attach",
     "block_gather_map",
     "collect_autotp_universal_checkpoint_info",
     "compose",
@@ -86,6 +92,7 @@ __all__ = [
     "replicated_map",
     "segmented_map",
     "sub_param_map",
+    "with_universal_info",
 ]
 
 

@@ -174,8 +174,10 @@ def write_document(
     if rank_keys not in ("int", "str"):
         raise InvalidMapError(f"rank_keys is {rank_keys!r}; expected 'int' or 'str'.")
     rows: dict[str, Any] = {}
+    # A model's layers repeat, and so do their maps.
+    forms = {layout: layout.canonical() for layout in maps.values()}
     for name in sorted(maps):
-        entry = maps[name].canonical().to_dict()
+        entry = forms[maps[name]].to_dict()
         if rank_keys == "str":
             entry["ranks"] = {str(rank): shard for rank, shard in entry["ranks"].items()}
         rows[pattern_of(name)] = entry
