@@ -179,7 +179,9 @@ def test_a_failing_thread_stops_the_others_and_leaves_no_descriptor_open(tmp_pat
 
 
 INTERRUPTED = """
-import os, sys, threading, time
+import os, signal, sys, threading, time
+# Whatever runs the tests in the background may have had it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from deepspeed_affine.storage import sink
 real = os.pwrite
 def slow(fd, data, offset):
