@@ -1,0 +1,1 @@
+"""The NInfer v3 container: directory, layouts, formats, reader, writer, and bindings as maps."""
