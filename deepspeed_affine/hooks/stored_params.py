@@ -55,8 +55,8 @@ class StoredParams:
         except OSError as error:
             raise CheckpointFormatError(
                 f"parameter {live.name!r}: {folder} cannot be listed ({error.strerror or error}); expected the folder "
-                f"of {live.universal!r} in the universal checkpoint. The checkpoint is of another model, or incomplete: "
-                "check the folder, or convert again.",
+                f"of {live.universal!r} in the universal checkpoint. The checkpoint is of another model, or "
+                "incomplete: check the folder, or convert again.",
                 param=live.name,
                 file=folder,
             ) from error

@@ -1,0 +1,189 @@
+"""``engine.load_checkpoint`` of one attached engine: DeepSpeed's own, with what it cannot do said before it starts.
+
+A fault that one rank finds in the middle of loading leaves the others waiting in a collective. So every rank looks
+first, at names and shapes only, and all of them raise what any of them found.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults, UnsupportedLayoutError
+from deepspeed_affine.hooks.restoring import Restorer
+from deepspeed_affine.hooks.stored_params import FP32, STEP
+
+__all__ = ["guarded"]
+
+OURS = "deepspeed_affine.load_checkpoint(engine, load_dir)"
+ADAM = (FP32, "exp_avg", "exp_avg_sq")
+"""What DeepSpeed's ZeRO-3 loader reads, whatever the optimizer keeps."""
+
+
+def guarded(restorer: Restorer, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """A method for one engine that loads as ``stock`` does, by way of ``restorer`` for a universal checkpoint."""
+
+    def load_checkpoint(engine: Any, load_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's ``load_checkpoint``, with every parameter cut by its own map under ``load_universal``."""
+        if not engine.load_universal_checkpoint():
+            return stock(load_dir, tag, *args, **kwargs)
+        found = tag if tag is not None else _latest(load_dir)
+        if found is not None:
+            faults = Faults()
+            with restorer.stand_ins():
+                try:
+                    _check(engine, restorer, load_dir, str(found), faults)
+                except AffineError as fault:
+                    faults.add(fault)
+            _agree(faults)
+        try:
+            restorer.link()
+            with restorer.stand_ins():
+                result = stock(load_dir, tag, *args, **kwargs)
+            restorer.link()
+        finally:
+            restorer.forget()
+        _warn_of_the_rest(engine, restorer)
+        return result
+
+    return load_checkpoint
+
+
+def _latest(load_dir: str) -> str | None:
+    try:
+        with open(os.path.join(load_dir, "latest_universal"), encoding="utf-8") as file:
+            return file.read().strip()
+    except OSError:
+        # DeepSpeed says so itself, in the words its users know.
+        return None
+
+
+def _check(engine: Any, restorer: Restorer, load_dir: str, tag: str, faults: Faults) -> None:
+    folder = os.path.join(load_dir, tag)
+    if not engine.zero_optimization():
+        raise UnsupportedLayoutError(
+            f"{folder}: DeepSpeed's load_checkpoint loads a universal checkpoint into ZeRO stages 1 to 3 only, and "
+            f"this engine runs without ZeRO. Call {OURS} instead."
+        )
+    if engine.zero_nvme_offload_optimizer():
+        raise UnsupportedLayoutError(
+            f"{folder}: DeepSpeed's load_checkpoint does not read a universal checkpoint into an optimizer offloaded "
+            "to NVMe; it copies swap files of the same topology instead. Set offload_optimizer.device to 'cpu'."
+        )
+    if not os.path.isdir(os.path.join(folder, "zero")):
+        raise CheckpointFormatError(
+            f"{folder}: holds no folder 'zero'; expected a universal checkpoint. Convert first: ds_to_universal "
+            "--affine --input_folder ... --output_folder ...",
+            file=folder,
+        )
+    _check_model_files(engine, folder, load_dir, tag)
+    _check_params(restorer, os.path.join(folder, "zero"), faults)
+
+
+def _check_model_files(engine: Any, folder: str, load_dir: str, tag: str) -> None:
+    """DeepSpeed takes counters and client state from the model-state files, whose number and names it expects."""
+    from deepspeed.pipe import PipelineModule
+
+    count = len(engine._get_all_ckpt_names(load_dir, tag))
+    if not count:
+        stage = int(engine.zero_optimization_stage())
+        there = sorted(name for name in os.listdir(folder) if name.endswith("_model_states.pt"))[:2]
+        raise UnsupportedLayoutError(
+            f"{folder}: DeepSpeed's load_checkpoint finds no model-state file of the name it wants at ZeRO stage "
+            f"{stage}; the folder has {there or 'none at all'}. It loads a universal checkpoint only at the stage it "
+            f"was converted from (and reads a folder's name as a pattern). Call {OURS} instead.",
+            file=folder,
+        )
+    picks = "checkpoint_mp_world_size" in engine._load_checkpoint.__code__.co_varnames
+    if picks or isinstance(engine.module, PipelineModule) or count == engine.mp_world_size:
+        return
+    from deepspeed import __version__
+
+    raise UnsupportedLayoutError(
+        f"{folder}: was saved at model-parallel degree {count}, this engine has {engine.mp_world_size}. DeepSpeed "
+        f"{__version__} then merges or splits the model-state files as Megatron's, before it asks any parameter. Call "
+        f"{OURS} instead, or use DeepSpeed 0.19.8.",
+        file=folder,
+    )
+
+
+def _check_params(restorer: Restorer, zero: str, faults: Faults) -> None:
+    stored = restorer.source(zero)
+    for group in restorer.groups:
+        for param in group:
+            if not restorer.is_stage3 and getattr(param, "_hp_mapping", None) is None:
+                continue
+            try:
+                live = restorer.live(param)
+                states = stored.states(live)
+                if restorer.is_stage3:
+                    missing = sorted(set(ADAM) - set(states))
+                    if missing:
+                        raise UnsupportedLayoutError(
+                            f"parameter {live.name!r}: no {' and no '.join(missing)} is stored, which is what "
+                            f"DeepSpeed's ZeRO-3 loader reads for every optimizer; there are {list(states)}. Call "
+                            f"{OURS} instead.",
+                            param=live.name,
+                        )
+                    states = ADAM
+                for state in states:
+                    if state == STEP or stored.number(live, state) is not None:
+                        continue
+                    _refuse_whole(param, live.name, state)
+                    stored.part(live, state, 0, 0)
+            except AffineError as fault:
+                faults.add(fault)
+
+
+def _refuse_whole(param: Any, name: str, state: str) -> None:
+    if state == "momentum_buffer" and getattr(param, "use_muon", False):
+        raise UnsupportedLayoutError(
+            f"parameter {name!r}: Muon keeps its {state} whole on every rank the parameter touches, and DeepSpeed's "
+            f"load_checkpoint cuts every state by the weights' own fragments. Call {OURS} instead.",
+            param=name,
+        )
+
+
+def _agree(faults: Faults) -> None:
+    """Raise on every rank what any rank found."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        rows: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(rows, list(faults))
+        everyone = Faults()
+        told: set[str] = set()
+        for row in rows:
+            for fault in row:
+                if fault.message not in told:
+                    told.add(fault.message)
+                    everyone.add(fault)
+        faults = everyone
+    faults.raise_if_any()
+
+
+def _warn_of_the_rest(engine: Any, restorer: Restorer) -> None:
+    """Say, once a load and on one rank, what DeepSpeed's loader leaves as it was."""
+    module = engine.module
+    left = []
+    frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
+    if frozen:
+        left.append(f"{len(frozen)} frozen parameter(s) ({', '.join(frozen[:3])}{', ...' if len(frozen) > 3 else ''})")
+    buffers = [
+        f"{at}.{name}" if at else name
+        for at, part in module.named_modules()
+        for name, value in part.named_buffers(recurse=False)
+        if value is not None and name not in part._non_persistent_buffers_set
+    ]
+    if buffers:
+        left.append(f"{len(buffers)} buffer(s) ({', '.join(buffers[:3])}{', ...' if len(buffers) > 3 else ''})")
+    if restorer.is_stage3 and len(restorer.optimizer.optimizer.param_groups) > 1:
+        left.append("the hyperparameters of all parameter groups but the first")
+    if left and engine.global_rank == 0:
+        warnings.warn(
+            f"DeepSpeed's load_checkpoint does not restore {', '.join(left)} from a universal checkpoint: they keep "
+            f"the values this process started with. {OURS} restores them.",
+            stacklevel=3,
+        )

@@ -1,0 +1,181 @@
+"""The catalogue of attached runs: what is trained and saved with ``attach``, and what loads it by stock DeepSpeed.
+
+Importable without torch, so that test collection stays cheap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from real_cases import Case
+
+__all__ = ["PAIRS", "Pair", "pair_named"]
+
+BF16_OPTIMIZER = {"data_types": {"grad_accum_dtype": "fp32"}}
+EVEN = {"heads": 4, "kv_heads": 2, "vocab": 32}
+UNEVEN = {"heads": 6, "kv_heads": 3, "vocab": 31}
+WIDE = {"heads": 8, "kv_heads": 4, "vocab": 31}
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A run that saves, and a run that loads; equal topologies must go on as if nothing had happened."""
+
+    name: str
+    source: Case
+    target: Case
+    convert: tuple[str, ...] = ()
+    attach: dict[str, Any] | None = None
+    """Options of the loading run's ``attach``."""
+    error: str | None = None
+    """Where loading must be refused: what is said, as a pattern."""
+    lost: str | None = None
+    """What DeepSpeed's loader loses whoever asks it: what is said of it, as a pattern."""
+    environment: str = "installed"
+    """``installed``, ``hf5``, or a version of DeepSpeed."""
+    damage: str | None = None
+    """What is done to the universal folder before it is loaded."""
+
+    @property
+    def same_topology(self) -> bool:
+        return replace(self.source, name="") == replace(self.target, name="")
+
+
+def same(name: str, case: Case, **options: Any) -> Pair:
+    return Pair(name, case, case, **options)
+
+
+def _plain() -> list[Pair]:
+    pairs = []
+    for stage in (1, 2, 3):
+        for dtype in ("fp32", "bf16"):
+            case = Case(f"zero{stage}_{dtype}", stage=stage, dtype=dtype)
+            pairs.append(same(f"plain_zero{stage}_{dtype}", case))
+        case = Case(f"zero{stage}_fp32", stage=stage)
+        pairs.append(Pair(f"plain_zero{stage}_dp1", case, replace(case, world=1)))
+        pairs.append(Pair(f"plain_zero{stage}_dp3", case, replace(case, world=3)))
+        pairs.append(same(f"plain_zero{stage}_tied", replace(case, name="tied", model_options={"tied": True})))
+        lost = "hyperparameters of all parameter groups but the first" if stage == 3 else None
+        pairs.append(same(f"plain_zero{stage}_groups", replace(case, name="groups", groups=2), lost=lost))
+    bf16 = Case("bf16opt", dtype="bf16", config=BF16_OPTIMIZER)
+    pairs += [
+        same("bf16opt", bf16),
+        same("bf16opt_groups", replace(bf16, groups=2)),
+        Pair("bf16opt_dp3", bf16, replace(bf16, world=3)),
+        same("plain_offload", Case("offload", offload="cpu")),
+        same("plain_momentum", Case("momentum", optimizer="momentum")),
+        same("plain_amsgrad", Case("amsgrad", optimizer="amsgrad")),
+        same("plain_hpz", Case("hpz", stage=3, world=4, config={"zero_optimization": {"zero_hpz_partition_size": 2}})),
+        same("plain_subgroups", Case("subgroups", stage=3, config={"zero_optimization": {"sub_group_size": 70}})),
+        same("few_zero1", Case("few_zero1", model="few", world=4)),
+        same("few_bf16opt", Case("few_bf16opt", model="few", world=4, dtype="bf16", config=BF16_OPTIMIZER)),
+    ]
+    return pairs
+
+
+def _tensor_parallel() -> list[Pair]:
+    pairs = []
+    for stage in (1, 2, 3):
+        for shape, options in (("even", EVEN), ("uneven", UNEVEN)):
+            case = Case(f"tp2_zero{stage}_{shape}", model="llama", stage=stage, tp=2, model_options=options)
+            pairs.append(same(f"tp2_zero{stage}_{shape}", case))
+    base = Case("tp", model="llama", model_options=WIDE)
+    tied = replace(base, model_options={**EVEN, "tied": True})
+    for stage in (1, 3):
+        one, two, four = (replace(base, stage=stage, tp=tp, world=tp) for tp in (1, 2, 4))
+        pairs += [
+            Pair(f"tp2to1_zero{stage}", two, one),
+            Pair(f"tp1to2_zero{stage}", one, two),
+            Pair(f"tp2to4_zero{stage}", two, four),
+            Pair(f"tp4to2dp2_zero{stage}", four, replace(two, world=4)),
+        ]
+    pairs += [
+        same("tp2_tied", replace(tied, tp=2)),
+        same("tp2_bf16opt", replace(base, tp=2, dtype="bf16", config=BF16_OPTIMIZER)),
+        same("tp2dp2_mix", Case("mix", model="own_tp", world=4, tp=2, model_options={"mix": 100})),
+    ]
+    return pairs
+
+
+def _others() -> list[Pair]:
+    hand = Case("hand", model="hand_tp", tp=2)
+    return [
+        same("hand2", hand),
+        same("hand2dp2", replace(hand, world=4)),
+        same("hand2_zero2", replace(hand, stage=2, dtype="bf16")),
+        Pair("hand2to1", hand, replace(hand, world=1, tp=1)),
+        Pair("hand1to2", replace(hand, world=1, tp=1), hand),
+        Pair("hand2to4", hand, replace(hand, world=4, tp=4)),
+        Pair("hand4to2", replace(hand, world=4, tp=4), hand),
+        same("pipe2", Case("pipe", model="pipe", pp=2)),
+        same("pipe2_bf16", Case("pipe", model="pipe", pp=2, dtype="bf16", config=BF16_OPTIMIZER)),
+        same("pipe2dp2", Case("pipe", model="pipe", world=4, pp=2)),
+        same("moe", Case("moe", model="moe", ep=2)),
+        same("moe_zero2", Case("moe", model="moe", stage=2, ep=2)),
+    ]
+
+
+def _experts() -> list[Pair]:
+    case = Case("autoep", model="mixtral", ep=2, transformers=5)
+    return [
+        same("autoep_zero1", case, environment="hf5"),
+        same("autoep_zero2", replace(case, stage=2), environment="hf5"),
+        same("autoep_zero3", replace(case, stage=3), environment="hf5"),
+        same("autoep_dp2", replace(case, world=4), environment="hf5"),
+        same("autoep_tp2", replace(case, world=4, tp=2), environment="hf5"),
+    ]
+
+
+def _versions() -> list[Pair]:
+    hand = Case("hand", model="hand_tp", tp=2)
+    equal = Case("equal", model="own_tp", tp=2, model_options={**EVEN, "inner": 32})
+    pairs = []
+    for version in ("0.16.9", "0.18.9", "0.19.4", "0.19.6"):
+        at = f"v{version.replace('.', '')}"
+        for stage in (1, 2, 3):
+            pairs.append(same(f"{at}_zero{stage}", Case("plain", stage=stage), environment=version))
+        pairs.append(same(f"{at}_hand2", hand, environment=version))
+        pairs.append(
+            Pair(
+                f"{at}_hand2to1",
+                hand,
+                replace(hand, world=1, tp=1),
+                environment=version,
+                error=r"model-parallel degree 2, this engine has 1.*deepspeed_affine\.load_checkpoint",
+            )
+        )
+    pairs += [
+        same("v0189_tp2", equal, environment="0.18.9"),
+        same("v0194_tp2", equal, environment="0.19.4"),
+        same("v0194_tp2_llama", Case("l", model="llama", tp=2, model_options=EVEN), environment="0.19.4"),
+        same("v0196_tp2", Case("l", model="llama", tp=2, model_options=UNEVEN), environment="0.19.6"),
+        same("v0196_tp2_zero3", Case("l", model="llama", tp=2, stage=3, model_options=UNEVEN), environment="0.19.6"),
+    ]
+    return pairs
+
+
+def _refused() -> list[Pair]:
+    case = Case("zero1_fp32")
+    ours = r"deepspeed_affine\.load_checkpoint"
+    return [
+        Pair("stage1to3", case, replace(case, stage=3), error=rf"no model-state file.*{ours}"),
+        Pair("stage3to1", replace(case, stage=3), case, error=rf"no model-state file.*{ours}"),
+        same("zero3_momentum", Case("m", stage=3, optimizer="momentum"),
+             error=rf"no exp_avg and no exp_avg_sq.*{ours}"),
+        same("muon", Case("m", optimizer="muon", config={"zero_optimization": {"reduce_scatter": False}}),
+             error=rf"Muon keeps its momentum_buffer whole.*{ours}"),
+        same("missing_param", case, damage="missing_param", error=r"parameter 'up\.weight'.*cannot be listed"),
+        same("missing_weights", case, damage="missing_weights", error=r"parameter 'up\.weight'.*holds no fp32\.pt"),
+        same("truncated", case, damage="truncated", error=r"exp_avg\.pt"),
+        same("wrong_shape", case, damage="wrong_shape", error=r"parameter 'up\.weight'.*holds shape \(6, 10\)"),
+        same("fewer_rows", case, damage="fewer_rows", error=r"parameter 'up\.weight'.*marked 'vocab_tensor'"),
+        same("zero3_wrong_shape", replace(case, stage=3), damage="wrong_numel", error=r"parameter 'up\.weight'"),
+    ]  # fmt: skip
+
+
+PAIRS: tuple[Pair, ...] = (*_plain(), *_tensor_parallel(), *_others(), *_experts(), *_versions(), *_refused())
+
+
+def pair_named(name: str) -> Pair:
+    return next(pair for pair in PAIRS if pair.name == name)

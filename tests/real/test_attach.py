@@ -1,0 +1,138 @@
+"""An attached engine saves its maps and loads by them, through DeepSpeed's own save_checkpoint and load_checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import real_shards
+import torch
+from conftest import HERE, Environment
+from live_cases import PAIRS, Pair, pair_named
+
+pytestmark = pytest.mark.real
+
+Done = tuple[Pair, Path, dict[str, Any]]
+Attached = Callable[[str], Done]
+
+
+@pytest.fixture(scope="module")
+def attached(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Attached:
+    """From a pair's name to the pair, its folder and how it ended; one process start runs all that are asked."""
+    wanted: dict[str, list[str]] = defaultdict(list)
+    for item in request.session.items:
+        callspec = getattr(item, "callspec", None)
+        if callspec is not None and item.path == Path(__file__) and "pair" in callspec.params:
+            name = callspec.params["pair"]
+            if name not in wanted[pair_named(name).environment]:
+                wanted[pair_named(name).environment].append(name)
+    root = tmp_path_factory.mktemp("attached")
+    ran: set[str] = set()
+
+    def run(name: str) -> Done:
+        pair = pair_named(name)
+        if pair.environment not in ran:
+            ran.add(pair.environment)
+            _launch(_environment(pair.environment), root, wanted[pair.environment])
+        folder = root / name
+        return pair, folder, json.loads((folder / "done.json").read_text(encoding="utf-8"))
+
+    return run
+
+
+def _environment(name: str) -> Environment:
+    if name == "installed":
+        return Environment(name, "")
+    variable = "DEEPSPEED_AFFINE_TRANSFORMERS5" if name == "hf5" else "DEEPSPEED_AFFINE_VERSIONS"
+    found = os.environ.get(variable)
+    if not found:
+        pytest.skip(f"{variable} is not set; it names where {name} is")
+    folder = Path(found).absolute()
+    return Environment(name, "", (folder if name == "hf5" else folder / name,))
+
+
+def _launch(environment: Environment, root: Path, names: list[str]) -> None:
+    command = [sys.executable, str(HERE / "live.py"), str(root), *names]
+    timeout = 120.0 + 60.0 * len(names)
+    ended = subprocess.run(command, env=environment.variables(), capture_output=True, text=True, timeout=timeout)
+    assert ended.returncode == 0, f"{' '.join(command)}\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}"
+
+
+def held(folder: Path, world: int) -> list[dict[str, Any]]:
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+LOADED = [pytest.param(pair.name, id=pair.name) for pair in PAIRS if pair.error is None]
+LOST = [pytest.param(pair.name, id=pair.name) for pair in PAIRS if pair.lost is not None]
+REFUSED = [pytest.param(pair.name, id=pair.name) for pair in PAIRS if pair.error is not None]
+
+
+@pytest.mark.parametrize("pair", LOADED)
+def test_every_rank_holds_its_shard_of_what_was_stored(attached: Attached, pair: str) -> None:
+    facts, folder, done = attached(pair)
+    for stage in ("save", "convert", "load"):
+        assert done[stage]["ok"], f"{stage}: {done[stage]['error']}"
+    now = held(folder / "held", facts.target.world)
+    wrong, compared = real_shards.faults(folder / "universal", facts.target, now)
+    assert (wrong, compared >= 12) == ([], True)
+    assert {rank["note"] for rank in done["load"]["ranks"]} == {"saved with attach"}
+    assert {rank["global_steps"] for rank in done["load"]["ranks"]} == {facts.source.steps}
+
+
+@pytest.mark.parametrize("pair", LOADED)
+def test_training_goes_on_as_if_it_had_not_stopped(attached: Attached, pair: str) -> None:
+    facts, folder, done = attached(pair)
+    assert done["load"]["ok"], done["load"]["error"]
+    before, now = held(folder / "saved", facts.source.world), held(folder / "held", facts.target.world)
+    if facts.same_topology:
+        for saved, loaded in zip(before, now, strict=True):
+            assert (loaded["losses"] == saved["next_losses"]) == (facts.lost is None)
+            for name, states in saved["params"].items():
+                for state, value in states.items():
+                    rows = slice(None)
+                    if name == "word_embeddings.weight" and facts.target.model == "hand_tp":
+                        # Rows of vocabulary padding are not in a universal checkpoint; they start as zeros.
+                        rows = slice(0, _real_rows(facts, loaded))
+                        assert not loaded["params"][name][state][rows.stop :].any()
+                    assert real_shards.same_bytes(value[rows], loaded["params"][name][state][rows]), (name, state)
+        return
+    if facts.source.dp == facts.target.dp:
+        # The same batches in another order of summation.
+        tolerance = 1e-6 if facts.source.dtype == "fp32" else 1e-3
+        assert now[0]["losses"] == pytest.approx(before[0]["next_losses"], rel=tolerance)
+
+
+def _real_rows(facts: Pair, loaded: dict[str, Any]) -> int:
+    height = loaded["params"]["word_embeddings.weight"]["fp32"].shape[0]
+    return max(0, min(height, 13 - loaded["tp_rank"] * height))
+
+
+@pytest.mark.parametrize("pair", REFUSED)
+def test_what_stock_loading_cannot_do_is_said_by_every_rank_before_it_starts(attached: Attached, pair: str) -> None:
+    facts, _, done = attached(pair)
+    assert done["convert"]["ok"], done["convert"]["error"]
+    assert not done["load"]["ok"]
+    assert facts.error is not None
+    for rank in done["load"]["ranks"]:
+        assert re.search(facts.error, rank["error"], re.S), rank["error"]
+        assert re.match("(CheckpointFormat|UnsupportedLayout)Error", rank["error"]), rank["error"]
+
+
+@pytest.mark.parametrize("pair", LOST)
+def test_what_stock_loading_leaves_out_is_said(attached: Attached, pair: str) -> None:
+    facts, _, done = attached(pair)
+    assert done["load"]["ok"], done["load"]["error"]
+    assert facts.lost is not None
+    first, *others = [rank["warned"] for rank in done["load"]["ranks"]]
+    assert len(first) == 1
+    assert re.search(facts.lost, first[0]), first
+    assert "deepspeed_affine.load_checkpoint" in first[0]
+    assert others == [[] for _ in others]
