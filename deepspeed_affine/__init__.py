@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from deepspeed_affine.hooks.attach import Attachment, attach
     from deepspeed_affine.hooks.client_state import with_universal_info
     from deepspeed_affine.hooks.collect import collect_autotp_universal_checkpoint_info
+    from deepspeed_affine.hooks.load import load_checkpoint
+    from deepspeed_affine.hooks.report import LoadReport
     from deepspeed_affine.ir import (
         AFFINE_MAP_FORMAT_VERSION,
         SCALE_POWER_BY_STATE,
@@ -42,6 +44,8 @@ _HOMES = {
     "deepspeed_affine.hooks.attach": ("Attachment", "attach"),
     "deepspeed_affine.hooks.client_state": ("with_universal_info",),
     "deepspeed_affine.hooks.collect": ("collect_autotp_universal_checkpoint_info",),
+    "deepspeed_affine.hooks.load": ("load_checkpoint",),
+    "deepspeed_affine.hooks.report": ("LoadReport",),
     "deepspeed_affine.errors": (
         "AffineError",
         "BudgetExceededError",
@@ -78,6 +82,7 @@ __all__ = [
     "CheckpointFormatError",
     "IntegrityError",
     "InvalidMapError",
+    "LoadReport",
     "ParamAffineMap",
     "PolicyError",
     "UnsupportedLayoutError",
@@ -88,6 +93,7 @@ __all__ = [
     "compose",
     "compose_maps",
     "contiguous_split_map",
+    "load_checkpoint",
     "meet",
     "replicated_map",
     "segmented_map",

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["CONV_CLASS", "ConvPartition", "LayerPartition", "Partition", "partition_of"]
+from deepspeed_affine.hooks.topology import is_partitioned_conv, is_partitioned_layer
 
-CONV_CLASS = "TensorParallelConv2d"
+__all__ = ["ConvPartition", "LayerPartition", "Partition", "partition_of"]
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape | None]
@@ -117,14 +117,9 @@ class ConvPartition(Partition):
 
 def partition_of(module: Any) -> Partition | None:
     """The partition that cut ``module``'s own parameters, or None where nothing did."""
-    if any(kind.__name__ == CONV_CLASS for kind in type(module).__mro__) and hasattr(module, "conv"):
+    if is_partitioned_conv(module):
         return ConvPartition(module)
-    if not hasattr(module, "_tp_partition") or not hasattr(module, "tp_world_size"):
-        return None
-    # Without a group the layer was built for its description only, and its parameters are whole.
-    if getattr(module, "mp_group", None) is None and int(module.tp_world_size) == 1:
-        return None
-    return LayerPartition(module)
+    return LayerPartition(module) if is_partitioned_layer(module) else None
 
 
 def _blank(layer: Any) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -82,7 +83,11 @@ class Prober:
             except Exception:
                 return False
 
-        for full in _candidates(shards[attribute]):
+        tried: set[Shape] = set()
+        for full in chain(_joined(shards[attribute]), _solved(cut, shards[attribute]), _between(shards[attribute])):
+            if full in tried:
+                continue
+            tried.add(full)
             if not fits(full):
                 continue
             try:
@@ -114,21 +119,37 @@ def _shape_on(cut: Any, full: Shape, rank: int) -> Shape:
     return tuple(found.shape)
 
 
-def _candidates(shards: Sequence[Shape]) -> Iterator[Shape]:
-    """Shapes F may have, the likely ones first: joined along one axis, whole, then every extent between."""
+def _joined(shards: Shards) -> Iterator[Shape]:
+    """Shapes of F when the shards join along one axis, or are F itself; then the same for an F that is transposed."""
     first = shards[0]
-    orders = [first] if len(first) < 2 else [first, (*first[:-2], first[-1], first[-2])]
-    for base in orders:
-        swapped = base != first
+    for swapped in (False, True) if len(first) > 1 else (False,):
+        base = _oriented(first, swapped)
         for axis in range(len(base)):
             yield _with(base, axis, sum(_oriented(shape, swapped)[axis] for shape in shards))
         yield base
-    for base in orders[:1]:
-        for axis in range(len(base)):
-            total = sum(shape[axis] for shape in shards)
-            least = max(shape[axis] for shape in shards)
-            for extent in range(total - 1, max(least, total - SEARCHED), -1):
-                yield _with(base, axis, extent)
+
+
+def _solved(cut: Any, shards: Shards) -> Iterator[Shape]:
+    """Shapes of F when part of it is held by several ranks: what the ranks hold together grows with F's extent either
+    by one multiple of it, or by one for every rank."""
+    for axis in range(len(shards[0])):
+        held = sum(shape[axis] for shape in shards)
+        try:
+            doubled = sum(_shape_on(cut, _with(shards[0], axis, held), rank)[axis] for rank in range(len(shards)))
+        except Exception:
+            continue
+        if doubled:
+            yield _with(shards[0], axis, held * held // doubled)
+        yield _with(shards[0], axis, max(0, held - (doubled - held) // len(shards)))
+
+
+def _between(shards: Shards) -> Iterator[Shape]:
+    """Every extent between the largest shard and all shards together, along each axis."""
+    for axis in range(len(shards[0])):
+        total = sum(shape[axis] for shape in shards)
+        least = max(shape[axis] for shape in shards)
+        for extent in range(total - 1, max(least, total - SEARCHED) - 1, -1):
+            yield _with(shards[0], axis, extent)
 
 
 def _oriented(shape: Shape, swapped: bool) -> Shape:

@@ -10,7 +10,17 @@ import torch
 
 from deepspeed_affine.errors import PolicyError
 
-__all__ = ["TensorParallel", "gather_shapes", "held_shape", "is_partitioned_layer", "over_stages", "tensor_parallel_of"]
+__all__ = [
+    "TensorParallel",
+    "gather_shapes",
+    "held_shape",
+    "is_partitioned_conv",
+    "is_partitioned_layer",
+    "over_stages",
+    "tensor_parallel_of",
+]
+
+CONV_CLASS = "TensorParallelConv2d"
 
 Shape = tuple[int, ...]
 Value = TypeVar("Value")
@@ -31,15 +41,23 @@ def held_shape(param: torch.Tensor) -> Shape:
 
 
 def is_partitioned_layer(module: Any) -> bool:
-    """Whether ``module`` is a tensor-parallel layer that cut its parameters over a group."""
+    """Whether ``module`` is a tensor-parallel layer that cut its parameters over a group.
+
+    Without a group it was built for its description only, and its parameters are whole.
+    """
     if not hasattr(module, "_tp_partition") or not hasattr(module, "tp_world_size"):
         return False
     return getattr(module, "mp_group", None) is not None or int(module.tp_world_size) > 1
 
 
+def is_partitioned_conv(module: Any) -> bool:
+    """Whether ``module`` is a two-dimensional convolution that cut its channels over the ranks."""
+    return any(kind.__name__ == CONV_CLASS for kind in type(module).__mro__) and hasattr(module, "conv")
+
+
 def tensor_parallel_of(model: torch.nn.Module, mpu: Any = None) -> TensorParallel:
     """The group known from ``mpu``, else from the model's own layers, else from its pipeline grid, else one rank."""
-    layers = [_of_layer(module) for module in model.modules() if is_partitioned_layer(module)]
+    layers = [found for module in model.modules() if (found := _of_layer(module)) is not None]
     widest = max(layers, key=lambda found: found.degree, default=None)
     if mpu is None and widest is None:
         grid = getattr(model, "mpu", None)
@@ -55,7 +73,9 @@ def gather_shapes(held: Mapping[str, Shape], group: TensorParallel) -> dict[str,
 
     Without torch.distributed nothing can be asked, and the ranks are taken to hold equal shapes.
     """
-    if group.degree == 1 or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+    asked = group.degree > 1 and torch.distributed.is_available() and torch.distributed.is_initialized()
+    # A convolution knows the number of ranks and not their group.
+    if not asked or (group.group is None and torch.distributed.get_world_size() != group.degree):
         return {name: (shape,) * group.degree for name, shape in held.items()}
     rows: list[Mapping[str, Shape] | None] = [None] * group.degree
     torch.distributed.all_gather_object(rows, dict(held), group=group.group)
@@ -79,8 +99,12 @@ def over_stages(value: Value, model: torch.nn.Module, mpu: Any = None) -> list[V
     return [row for row in rows if row is not None]
 
 
-def _of_layer(layer: Any) -> TensorParallel:
-    return TensorParallel(int(layer.tp_world_size), int(layer.tp_index), getattr(layer, "mp_group", None))
+def _of_layer(layer: Any) -> TensorParallel | None:
+    if is_partitioned_layer(layer):
+        return TensorParallel(int(layer.tp_world_size), int(layer.tp_index), getattr(layer, "mp_group", None))
+    if is_partitioned_conv(layer):
+        return TensorParallel(int(layer.world_size), int(layer.rank))
+    return None
 
 
 def _of_mpu(mpu: Any) -> TensorParallel | None:
