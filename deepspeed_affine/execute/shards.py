@@ -26,14 +26,29 @@ class ShardPart:
     """Elements ``[start, start + numel)`` of rank ``rank``'s flattened shard, as pieces of the stored F.
 
     ``covered`` of them have a source; the others are rows F does not have (vocabulary padding of the target). The cost
-    is near-linear in pieces, whatever the number of elements.
+    is near-linear in pieces, whatever the number of elements. Where F is stored in several tensors of one dtype,
+    ``stored`` lists them and ``pieces`` lead from F to their storages, the location saying to which.
     """
 
-    def __init__(self, stored: TensorRef, layout: ParamAffineMap, rank: int, start: int, numel: int) -> None:
-        self.stored = stored
+    def __init__(
+        self,
+        stored: TensorRef | Sequence[TensorRef],
+        layout: ParamAffineMap,
+        rank: int,
+        start: int,
+        numel: int,
+        pieces: Sequence[AffinePiece] | None = None,
+    ) -> None:
+        self.tensors = (stored,) if isinstance(stored, TensorRef) else tuple(stored)
         self.numel = numel
-        self.parts = shard_parts(layout.pieces_by_rank[rank], whole_pieces(stored, 0), start, numel)
+        held = whole_pieces(self.stored, 0) if pieces is None else pieces
+        self.parts = shard_parts(layout.pieces_by_rank[rank], held, start, numel)
         self.covered = sum(target.numel for _, target, _ in self.parts)
+
+    @property
+    def stored(self) -> TensorRef:
+        """The stored tensor, the first of several."""
+        return self.tensors[0]
 
     @property
     def nbytes(self) -> int:
@@ -57,7 +72,7 @@ class ShardPart:
             return
         word, per = word_of(item_size(name))
         memory: Words = out.detach().view(torch.uint8).numpy().view(word)
-        pieces = PieceReader((stored_storage(self.stored.storage),), reader)
+        pieces = PieceReader(tuple(stored_storage(tensor.storage) for tensor in self.tensors), reader)
         for source, target, scale in self.parts:
             view = _view(memory, target, item_size(name), word, per)
             if name == self.stored.dtype:

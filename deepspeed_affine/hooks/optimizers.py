@@ -16,21 +16,22 @@ from deepspeed_affine.errors import UnsupportedLayoutError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Fragment", "Partition", "fragments", "inner_optimizer", "partitions", "stage_of"]
+__all__ = ["Fragment", "Partition", "fragments", "inner_optimizer", "partitions", "stage_of", "zero3_part"]
 
 
 @dataclass(eq=False, slots=True)
 class Partition:
     """One tensor that the inner optimizer steps, which is also the key of its states: ``optimizer.state[tensor]``.
 
-    ``group`` is its parameter group. ``fragments`` are the pieces of parameters in it; between and after them lies
-    padding. ``whole`` are, for states that keep every parameter of the partition whole (Muon under ZeRO-1 and 2),
-    where those lie in such a state.
+    ``group`` is its parameter group. ``members`` are the parameters cut over it and its like on other ranks, of which
+    ``fragments`` are the pieces in this one; between and after them lies padding. ``whole`` are, where Muon's momentum
+    keeps every parameter that touches the partition whole (ZeRO-1 and 2), the places of those in it.
     """
 
     group: int
     tensor: torch.Tensor
     optimizer: Any
+    members: tuple[str, ...] = ()
     fragments: list[Fragment] = field(default_factory=list)
     whole: list[Fragment] = field(default_factory=list)
 
@@ -43,9 +44,9 @@ class Partition:
     def whole_numel(self) -> int:
         return sum(fragment.numel for fragment in self.whole)
 
-    def is_whole(self, state: str, value: Any) -> bool:
+    def is_whole(self, state: str) -> bool:
         """Whether a state keeps parameters whole and not by the partition's own cut."""
-        return bool(self.whole) and state == MUON_STATE and value.numel() == self.whole_numel
+        return bool(self.whole) and state == MUON_STATE
 
 
 MUON_STATE = "momentum_buffer"
@@ -78,7 +79,7 @@ class Fragment:
         return {
             name: self.of(value)
             for name, value in self.partition.states.items()
-            if torch.is_tensor(value) and value.shape == tensor.shape and not self.partition.is_whole(name, value)
+            if torch.is_tensor(value) and value.shape == tensor.shape and not self.partition.is_whole(name)
         }
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -165,9 +166,9 @@ def _zero12(optimizer: Any, names: Mapping[int, str]) -> list[Partition]:
     for group, tensor in enumerate(optimizer.single_partition_of_fp32_groups):
         ordered = optimizer.round_robin_bit16_groups[group]
         offsets = getattr(optimizer, "round_robin_bit16_offsets", None)
-        partition = Partition(group, tensor, optimizer.optimizer)
+        partition = Partition(group, tensor, optimizer.optimizer, _names(ordered, names))
         _cut(partition, ordered, offsets[group] if offsets else _end_to_end(ordered), optimizer, names)
-        if optimizer.optimizer.param_groups[group].get("use_muon", False):
+        if optimizer.optimizer.param_groups[group].get("use_muon", False) and not optimizer.cpu_offload:
             start = 0
             for parameter in optimizer.params_in_partition[group]:
                 name = names[id(parameter)]
@@ -180,8 +181,9 @@ def _zero12(optimizer: Any, names: Mapping[int, str]) -> list[Partition]:
 def _bf16(optimizer: Any, names: Mapping[int, str]) -> list[Partition]:
     found = []
     for group, tensor in enumerate(optimizer.fp32_groups_flat_partition):
-        partition = Partition(group, tensor, optimizer.optimizer)
-        _cut(partition, optimizer.bf16_groups[group], _end_to_end(optimizer.bf16_groups[group]), optimizer, names)
+        members = optimizer.bf16_groups[group]
+        partition = Partition(group, tensor, optimizer.optimizer, _names(members, names))
+        _cut(partition, members, _end_to_end(members), optimizer, names)
         found.append(partition)
     return found
 
@@ -210,7 +212,7 @@ def _zero3(optimizer: Any, names: Mapping[int, str]) -> list[Partition]:
         if on_cpu.get(index, "cpu") != "cpu" and not inner.param_groups[group].get("use_muon", False):
             # Partial offload: what stays on the accelerator is stepped by an optimizer of its own.
             inner = optimizer.backup_optimizer
-        partition = Partition(group, tensor, inner)
+        partition = Partition(group, tensor, inner, _names(optimizer.fp16_groups[index], names))
         offset = 0
         for parameter in optimizer.fp16_groups[index]:
             length: int = parameter.partition_numel()
@@ -238,8 +240,8 @@ def zero3_part(parameter: Any, dist: Any) -> tuple[int, int]:
 def _flat(optimizer: Any, names: Mapping[int, str]) -> list[Partition]:
     found = []
     for group, tensor in enumerate(optimizer.fp32_groups_flat):
-        partition = Partition(group, tensor, optimizer.optimizer)
         members = optimizer.fp16_groups[group]
+        partition = Partition(group, tensor, optimizer.optimizer, _names(members, names))
         for parameter, offset in zip(members, _end_to_end(members), strict=True):
             if parameter.numel():
                 name = names[id(parameter)]
@@ -253,12 +255,19 @@ def _one_by_one(optimizer: Any, groups: Any, masters: Any, names: Mapping[int, s
     found = []
     for group, (members, tensors) in enumerate(zip(groups, masters, strict=True)):
         for parameter, tensor in zip(members, tensors, strict=True):
-            partition = Partition(group, tensor, inner)
-            if parameter.requires_grad:
-                numel = parameter.numel()
-                partition.fragments.append(Fragment(names[id(parameter)], parameter, 0, numel, 0, partition))
-                found.append(partition)
+            # A parameter the optimizer was given and the module does not have is nobody's to restore.
+            if not parameter.requires_grad or id(parameter) not in names:
+                continue
+            name = names[id(parameter)]
+            partition = Partition(group, tensor, inner, (name,))
+            if parameter.numel():
+                partition.fragments.append(Fragment(name, parameter, 0, parameter.numel(), 0, partition))
+            found.append(partition)
     return found
+
+
+def _names(parameters: Sequence[Any], names: Mapping[int, str]) -> tuple[str, ...]:
+    return tuple(names[id(parameter)] for parameter in parameters)
 
 
 def _end_to_end(parameters: Sequence[Any]) -> list[int]:

@@ -1,0 +1,227 @@
+"""Restoring a live engine from a universal checkpoint, whatever topology, ZeRO stage or optimizer it was saved with.
+
+DeepSpeed's own loading is not used. Everything is looked at first, on all ranks together, and nothing is written
+before every rank has found that the checkpoint fits. Then each rank reads the bytes its own fragments need.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from deepspeed_affine.errors import AffineError, Faults, PolicyError
+from deepspeed_affine.hooks.agreement import together, union_of_names
+from deepspeed_affine.hooks.buffers import BufferLoad
+from deepspeed_affine.hooks.globals import Globals, plan_globals
+from deepspeed_affine.hooks.latest import find_universal
+from deepspeed_affine.hooks.layouts import LiveParam, described
+from deepspeed_affine.hooks.matching import Matching, aliases_of, match_params
+from deepspeed_affine.hooks.offered import Offered
+from deepspeed_affine.hooks.optimizers import Partition, inner_optimizer, partitions
+from deepspeed_affine.hooks.param_groups import GroupPlan, match_groups, take_hyperparameters
+from deepspeed_affine.hooks.partition_load import Copy, DirectLoad, PartitionLoad, Planning, group_index
+from deepspeed_affine.hooks.policies import Strictness, first_line
+from deepspeed_affine.hooks.refresh import after_writing, before_writing
+from deepspeed_affine.hooks.report import LoadReport, Reporting
+from deepspeed_affine.hooks.topology import is_partitioned_layer, tensor_parallel_of
+from deepspeed_affine.lowering import keys
+from deepspeed_affine.lowering.policy import ScaledStates
+from deepspeed_affine.storage.universal import scan_universal
+
+__all__ = ["load_checkpoint"]
+
+CHUNK_ELEMENTS = 1 << 24
+"""The most that one thread reads at a time; what a device other than the CPU needs is held that long."""
+
+
+def load_checkpoint(
+    engine: Any,
+    load_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    missing: str = "raise",
+    unexpected: str = "raise",
+    scaled_states: str = "refuse",
+    info: Mapping[str, Any] | None = None,
+    threads: int = 4,
+) -> LoadReport:
+    """``engine`` continues where the universal checkpoint ``load_dir/tag`` was saved; the report says what it took.
+
+    Weights, optimizer states, steps, every parameter group's hyperparameters, scheduler, loss scaler, counters, client
+    state, frozen parameters and buffers, into any topology and ZeRO stage. ``tag`` is the universal folder's name;
+    without it ``latest_universal`` says it, or ``load_dir`` is the folder itself.
+
+    ``missing`` and ``unexpected`` say what becomes of parameters, buffers and states that only the engine or only the
+    checkpoint has: "raise", "warn" or "ignore". ``scaled_states`` is for states of parameters held scaled: "refuse",
+    "reset" or "power". ``info`` is the ``universal_checkpoint_info`` of a model whose layers were cut by hand; by
+    default the model's own attribute, or what the checkpoint was saved with.
+
+    Every rank calls it. Where any rank finds a fault, every rank raises one error listing the faults of all, and the
+    engine is unchanged. Memory beyond the engine's is one chunk a thread; ``threads`` read at once.
+    """
+    strictness = Strictness(missing, unexpected)
+    policy = _scaled_policy(scaled_states)
+    with together(str(load_dir)):
+        path = find_universal(load_dir, tag)
+        offered = Offered(scan_universal(path), policy)
+        cut = partitions(engine)
+    try:
+        report = Reporting(path)
+        with_states = load_optimizer_states and not load_module_only
+        load = _Load(engine, offered, strictness, report, cut, with_states)
+        load.describe(info)
+        with together(path, partial(first_line, path)) as faults:
+            load.check(faults)
+            beside = plan_globals(
+                engine,
+                offered,
+                report,
+                with_optimizer=with_states,
+                with_scheduler=load_lr_scheduler_states,
+                with_module_only=load_module_only,
+            )
+        load.write(threads, beside)
+    finally:
+        offered.close()
+    return report.finished(beside.client_state)
+
+
+def _scaled_policy(word: str) -> ScaledStates:
+    try:
+        return ScaledStates(word)
+    except ValueError:
+        words = ", ".join(repr(policy.value) for policy in ScaledStates)
+        raise PolicyError(f"scaled_states is {word!r}; expected one of {words}.") from None
+
+
+@dataclass(slots=True)
+class _Load:
+    """One load in the making."""
+
+    engine: Any
+    offered: Offered
+    strictness: Strictness
+    report: Reporting
+    cut: Sequence[Partition]
+    with_states: bool
+    lives: Mapping[str, LiveParam] = None  # type: ignore[assignment]
+    refused: Sequence[AffineError] = ()
+    known: set[str] = None  # type: ignore[assignment]
+    parts: Sequence[PartitionLoad] = ()
+    direct: Sequence[DirectLoad] = ()
+    buffers: Sequence[BufferLoad] = ()
+    groups: Sequence[GroupPlan] = ()
+
+    # ---------------------------------------------------------------- before anything is written
+
+    def describe(self, info: Mapping[str, Any] | None) -> None:
+        """How every parameter is cut is known, and what any rank's model has; collectives, which all ranks enter."""
+        found, refused = described(self.engine.module, info=self._info(info), mpu=self.engine.mpu)
+        self.lives, self.refused = found, list(refused.values())
+        aliases = aliases_of(self.engine.module)
+        names = {live.universal for live in found.values()}
+        names.update(name for group in aliases.values() for name in group)
+        names.update(name for name, _ in self.engine.module.named_buffers())
+        self.known = union_of_names(names)
+
+    def _info(self, info: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        if info is not None:
+            return info
+        module = self.engine.module
+        own = getattr(module, "universal_checkpoint_info", None)
+        if isinstance(own, Mapping):
+            return own
+        saved = self.offered.info
+        if saved is None or tensor_parallel_of(module, self.engine.mpu).degree == 1:
+            return None
+        if any(is_partitioned_layer(layer) for layer in module.modules()):
+            return None
+        # Patterns go by name and hold at any degree; a map is of the degree that was saved.
+        return {key: value for key, value in saved.items() if key != keys.AFFINE_MAP}
+
+    def check(self, faults: Faults) -> None:
+        """What will be written is settled; everything that stands against it is in ``faults``."""
+        faults.extend(self.refused)
+        matching = match_params(self.lives, aliases_of(self.engine.module), self.known, self.offered)
+        self._one_sided(matching, faults)
+        planning = Planning(self.offered, matching.taken, self.strictness, faults, self.report)
+        self.parts = [PartitionLoad(partition, planning, self.with_states) for partition in self.cut]
+        stepped = {name for partition in self.cut for name in partition.members}
+        parameters = dict(self.engine.module.named_parameters())
+        self.direct = [
+            DirectLoad(parameters[name], live, planning) for name, live in matching.taken.items() if name not in stepped
+        ]
+        for part in self.parts:
+            part.check()
+        for load in self.direct:
+            load.check()
+        self.buffers = list(BufferLoad.all_of(self.engine.module, planning))
+        if self.with_states:
+            self._match_groups(faults)
+
+    def _one_sided(self, matching: Matching, faults: Faults) -> None:
+        for name, why in matching.missing.items():
+            self.strictness.lacks(f"parameter {name}", why, faults, self.report, param=name)
+        for name, why in matching.unexpected.items():
+            self.strictness.has_more(f"parameter {name}", why, faults, self.report, param=name)
+        for what, why in matching.noted:
+            self.report.left(what, why)
+
+    def _match_groups(self, faults: Faults) -> None:
+        optimizer = inner_optimizer(self.engine)
+        groups = getattr(optimizer, "param_groups", None)
+        if not groups:
+            return
+        if not self.offered.param_groups:
+            self.report.left("hyperparameters", "the checkpoint holds none")
+            return
+        members: list[set[str]] = [set() for _ in groups]
+        for partition in self.cut:
+            for name in partition.members:
+                live = self.lives.get(name)
+                members[group_index(partition)] |= {name, live.universal if live is not None else name}
+        try:
+            self.groups = match_groups(groups, members, self.offered.param_groups, self.offered.group_names)
+        except AffineError as fault:
+            faults.add(fault)
+
+    # ---------------------------------------------------------------- writing
+
+    def write(self, threads: int, beside: Globals) -> None:
+        """The engine holds what was settled. A rank that cannot read ends all of them, with the engine half loaded."""
+        import torch
+
+        before_writing(self.engine)
+        with together(f"{self.report.path} was loaded in part, and the engine is of no use"), torch.no_grad():
+            for part in self.parts:
+                part.allocate()
+            copies = [copy for part in self.parts for copy in part.copies()]
+            copies += [copy for load in self.direct for copy in load.copies()]
+            with ThreadPoolExecutor(max(1, threads)) as pool:
+                for _ in pool.map(self._fill, _chunks(copies)):
+                    pass
+            for buffer in self.buffers:
+                buffer.write()
+        after_writing(self.engine, self.cut)
+        with together(f"{self.report.path} was loaded, all but its scheduler and counters"):
+            if self.groups:
+                take_hyperparameters(inner_optimizer(self.engine).param_groups, self.groups, self.report)
+            beside.apply(self.engine, self.report)
+
+    def _fill(self, copy: Copy) -> None:
+        self.offered.fill(copy.live, copy.state, copy.start, copy.out)
+
+
+def _chunks(copies: Sequence[Copy]) -> Iterator[Copy]:
+    for copy in copies:
+        numel = copy.out.numel()
+        for at in range(0, numel, CHUNK_ELEMENTS):
+            count = min(CHUNK_ELEMENTS, numel - at)
+            yield Copy(copy.live, copy.state, copy.start + at, copy.out.narrow(0, at, count))

@@ -1,0 +1,62 @@
+"""Which stored parameter each live one takes its values from, and which of either have no counterpart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from deepspeed_affine.hooks.layouts import LiveParam
+from deepspeed_affine.hooks.offered import Offered
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Matching", "aliases_of", "match_params"]
+
+
+@dataclass(slots=True)
+class Matching:
+    """``taken`` has, by the engine's names, the parameters with stored weights, under the stored name. The others say
+    why; ``noted`` are remarks for the report."""
+
+    taken: dict[str, LiveParam] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    unexpected: dict[str, str] = field(default_factory=dict)
+    noted: list[tuple[str, str]] = field(default_factory=list)
+
+
+def aliases_of(module: torch.nn.Module) -> dict[str, list[str]]:
+    """Of every parameter all of its names, under the one it has in ``named_parameters``, which is the first."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return {names[0]: names for names in found.values()}
+
+
+def match_params(
+    lives: Mapping[str, LiveParam], aliases: Mapping[str, list[str]], known: set[str], offered: Offered
+) -> Matching:
+    """Match by name, a tied parameter by any of its names. ``known`` are the names any rank's model has."""
+    found = Matching()
+    for name, live in lives.items():
+        names = [live.universal, *(alias for alias in aliases.get(name, ()) if alias != name)]
+        stored = [each for each in names if offered.has_weights(each)]
+        with_states = [each for each in stored if offered.state_names(each)]
+        if not stored:
+            # Untied since: what the saved model kept once, for both.
+            shared = offered.model.aliases.get(live.universal)
+            if shared is not None and offered.has_weights(shared):
+                stored = [shared]
+                found.noted.append((f"optimizer states of {name}", f"it was tied to {shared} and is no longer"))
+        if not stored:
+            if 0 not in live.layout.logical_shape:
+                found.missing[name] = "is in the model and not in the checkpoint"
+            continue
+        chosen = (with_states or stored)[0]
+        found.taken[name] = replace(live, universal=chosen)
+        for other in with_states[1:]:
+            found.unexpected[other] = f"is tied to {name} in the model, and was saved as a parameter of its own"
+    for name in sorted(offered.names - known - set(offered.model.aliases)):
+        found.unexpected[name] = "is in the checkpoint and not in the model"
+    return found
