@@ -34,6 +34,8 @@ def directory_of(value: object, entry_name: str | None = None) -> Directory:
     ``entry_name`` is the file name of the entry, which no continuation may have.
     """
     root = _members(value, "the directory", _ROOT, ("metadata", "provenance"))
+    _present(root, "the directory", "metadata")
+    _present(root, "the directory", "provenance")
     components = _mapping(root["components"], "components", component_of)
     objects = _array(root["objects"], "objects", _object)
     bindings = _mapping(root["bindings"], "bindings", binding_of)

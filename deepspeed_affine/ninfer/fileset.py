@@ -1,0 +1,226 @@
+"""The files of one artifact as one logical payload: the entry is open, continuations open when a read touches them."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import accumulate
+
+import numpy as np
+
+from deepspeed_affine.errors import AffineError, PolicyError
+from deepspeed_affine.ir.ints import shown
+from deepspeed_affine.ninfer.directory import Directory
+from deepspeed_affine.ninfer.errors import FileSetError, FramingError, RangeError
+from deepspeed_affine.ninfer.floats import U8
+from deepspeed_affine.ninfer.framing import ENTRY_MAGIC, HEADER_BYTES, PART_MAGIC, PART_START, Header, entry_start
+from deepspeed_affine.ninfer.json_text import parse_json
+from deepspeed_affine.ninfer.parse import directory_of
+
+__all__ = ["FileSet", "open_file_set"]
+
+_LARGEST_READ = 1 << 30
+
+
+class FileSet:
+    """An opened artifact's directory and bytes; safe to share between threads.
+
+    Files are read at offsets and not mapped, so that one cut short is an error and not the end of the process.
+    """
+
+    def __init__(self, path: str, fd: int, header: Header, directory: Directory) -> None:
+        self.path = path
+        self.artifact_id = header.artifact_id
+        self.directory = directory
+        self.payload_offset = entry_start(header.number)
+        sizes = [record.payload_bytes for record in directory.files]
+        self._starts = [0, *accumulate(sizes)]
+        self._lock = threading.Lock()
+        self._open = {0: fd}
+        self._closed = False
+
+    def close(self) -> None:
+        """After this nothing is read any more; does nothing the second time."""
+        with self._lock:
+            self._closed = True
+            for fd in self._open.values():
+                os.close(fd)
+            self._open = {}
+
+    def file_path(self, number: int) -> str:
+        """Where file ``number`` of the set is."""
+        name = self.directory.files[number].path
+        return self.path if name is None else os.path.join(os.path.dirname(self.path), name)
+
+    def file_bytes(self, number: int) -> int:
+        """The exact size that file has."""
+        start = self.payload_offset if number == 0 else PART_START
+        return start + self.directory.files[number].payload_bytes
+
+    def check_range(self, offset: int, count: int) -> None:
+        """Return if the payload has those bytes; an empty range may be at its end."""
+        end = self.directory.payload_bytes
+        if type(offset) is not int or type(count) is not int or offset < 0 or count < 0 or offset + count > end:
+            raise RangeError(
+                f"{self.path}: bytes [{shown(offset)}, +{shown(count)}) of the payload were asked for; it has {end}. "
+                "Expected a range inside it.",
+                file=self.path,
+            )
+
+    def segments(self, offset: int, count: int) -> Iterator[tuple[int, int, int, int]]:
+        """``(file, offset in it, place in the range, bytes)`` for every file that holds some of the range."""
+        done = 0
+        number = bisect_right(self._starts, offset) - 1
+        while done < count:
+            low = offset + done
+            size = min(count - done, self._starts[number + 1] - low)
+            start = self.payload_offset if number == 0 else PART_START
+            yield number, start + low - self._starts[number], done, size
+            done += size
+            number += 1
+
+    def require(self, offset: int, count: int) -> None:
+        """Return if the payload has those bytes and every file that holds some of them is there."""
+        self.check_range(offset, count)
+        for number, _, _, _ in self.segments(offset, count):
+            self._descriptor(number)
+
+    def read(self, offset: int, count: int) -> U8:
+        """Those bytes of the payload, in memory of their own."""
+        self.require(offset, count)
+        found = np.empty(count, np.uint8)
+        self.read_into(offset, found)
+        return found
+
+    def read_into(self, offset: int, out: U8) -> None:
+        """``out`` holds the bytes of the payload from ``offset`` on."""
+        self.check_range(offset, out.nbytes)
+        view = out.data
+        for number, at, place, size in self.segments(offset, out.nbytes):
+            self._read(number, at, view[place : place + size])
+
+    def touch(self, number: int) -> None:
+        """After this file ``number`` is open and was checked."""
+        self._descriptor(number)
+
+    def _read(self, number: int, at: int, view: memoryview) -> None:
+        fd = self._descriptor(number)
+        while view:
+            try:
+                count = os.preadv(fd, [view[:_LARGEST_READ]], at)
+            except OSError as error:
+                raise self._fault(number, f"could not be read ({error.strerror})") from error
+            if not count:
+                raise self._fault(number, f"ends at byte {at} of {self.file_bytes(number)}")
+            view, at = view[count:], at + count
+
+    def _descriptor(self, number: int) -> int:
+        with self._lock:
+            if self._closed:
+                raise PolicyError(f"{self.path}: was closed; expected an open artifact. Read before closing it.")
+            if number not in self._open:
+                self._open[number] = self._open_part(number)
+            return self._open[number]
+
+    def _open_part(self, number: int) -> int:
+        path = self.file_path(number)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (OSError, ValueError) as error:
+            raise self._fault(number, f"could not be opened ({getattr(error, 'strerror', error)})") from error
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise self._fault(number, "is no regular file")
+            data = os.pread(fd, HEADER_BYTES, 0)
+            if len(data) < HEADER_BYTES:
+                raise self._fault(number, f"has {len(data)} bytes and no whole header")
+            magic, index, artifact_id = Header.fields(data)
+            if magic != PART_MAGIC:
+                raise self._fault(number, f"begins with {magic!r} instead of {PART_MAGIC!r}")
+            if index != number:
+                raise self._fault(number, f"says that it is part {index}")
+            if artifact_id != self.artifact_id:
+                raise self._fault(number, f"belongs to artifact {artifact_id.hex()}, not {self.artifact_id.hex()}")
+            if status.st_size != self.file_bytes(number):
+                raise self._fault(number, f"has {status.st_size} bytes instead of {self.file_bytes(number)}")
+        except OSError as error:
+            os.close(fd)
+            raise self._fault(number, f"could not be read ({error.strerror})") from error
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _fault(self, number: int, fact: str) -> FileSetError:
+        path = self.file_path(number)
+        what = "the entry" if number == 0 else f"part {number} of {self.path}"
+        return FileSetError(
+            f"{path}: {fact}; expected {what}. Copy all files of the artifact again, from one place.", file=path
+        )
+
+
+def open_file_set(path: str) -> FileSet:
+    """The artifact whose entry is at ``path``; its header, directory and length were checked, nothing else was read.
+
+    Raises FramingError, JsonError, SchemaError, DirectoryError, RangeError or ReferenceError_, whichever is met first,
+    and OSError where there is no such file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        header, size = _read_header(path, fd)
+        text = _read_exactly(path, fd, HEADER_BYTES, header.number)
+        try:
+            directory = directory_of(parse_json(text, path), os.path.basename(path))
+        except AffineError as fault:
+            if fault.file is not None:
+                raise
+            raise type(fault)(f"{path}: {fault.message}", file=path) from None
+        expected = entry_start(header.number) + directory.files[0].payload_bytes
+        if size != expected:
+            raise FramingError(
+                f"{path}: has {size} bytes; expected {expected}, by its header and files table. Copy it again.",
+                file=path,
+            )
+    except BaseException:
+        os.close(fd)
+        raise
+    return FileSet(path, fd, header, directory)
+
+
+def _read_header(path: str, fd: int) -> tuple[Header, int]:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise FramingError(f"{path}: is no regular file; expected the entry of an artifact.", file=path)
+    if status.st_size < HEADER_BYTES:
+        raise FramingError(
+            f"{path}: has {status.st_size} bytes; a header alone takes {HEADER_BYTES}. Copy it again.", file=path
+        )
+    magic, number, artifact_id = Header.fields(_read_exactly(path, fd, 0, HEADER_BYTES))
+    if magic != ENTRY_MAGIC:
+        hint = "It is a continuation: open the entry." if magic == PART_MAGIC else "It is no v3 container."
+        raise FramingError(f"{path}: begins with {magic!r}; expected {ENTRY_MAGIC!r}. {hint}", file=path)
+    if not number:
+        raise FramingError(f"{path}: says that its directory has no bytes; expected one or more.", file=path)
+    if number > status.st_size - HEADER_BYTES:
+        raise FramingError(
+            f"{path}: says that its directory has {number} bytes; the file has {status.st_size}. Copy it again.",
+            file=path,
+        )
+    return Header(magic, number, artifact_id), status.st_size
+
+
+def _read_exactly(path: str, fd: int, offset: int, count: int) -> bytes:
+    data = bytearray(count)
+    view = memoryview(data)
+    while view:
+        read = os.preadv(fd, [view[:_LARGEST_READ]], offset)
+        if not read:
+            raise FramingError(
+                f"{path}: ended while it was read; expected {count} bytes more. Copy it again.", file=path
+            )
+        view, offset = view[read:], offset + read
+    return bytes(data)

@@ -1,0 +1,331 @@
+"""Ranges over many files, laziness, threads, the binder, helpers and the format's own examples."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from samples import DATA, entry, part, small, small_payload
+
+from deepspeed_affine import ninfer
+from deepspeed_affine.errors import PolicyError
+from deepspeed_affine.ninfer import artifact as artifact_module
+from deepspeed_affine.ninfer.parse import directory_of
+
+
+def split(folder, sizes, directory=None):
+    """The small artifact in files of these payload sizes, with free names."""
+    payload, done, listed = small_payload(), 0, []
+    for number, size in enumerate(sizes):
+        listed.append({"path": f"free name {number}.x" if number else None, "payload_bytes": size})
+    root = {**(directory or small()), "files": listed}
+    for number, size in enumerate(sizes):
+        piece = payload[done : done + size]
+        data = part(number, piece) if number else entry(root, piece)
+        (folder / (listed[number]["path"] or "a.ninfer")).write_bytes(data)
+        done += size
+    return folder / "a.ninfer"
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_any_range_over_any_split(tmp_path_factory, data):
+    cuts = sorted(data.draw(st.sets(st.integers(1, 264), max_size=8)))
+    edges = [0, *cuts, 265]
+    folder = tmp_path_factory.mktemp("split")
+    path = split(folder, [b - a for a, b in pairwise(edges)])
+    offset = data.draw(st.integers(0, 265))
+    count = data.draw(st.integers(0, 265 - offset))
+    with ninfer.open(path) as artifact:
+        assert artifact.read_payload(offset, count) == small_payload()[offset : offset + count]
+        assert artifact.read("w").size == 8
+        artifact.validate()
+
+
+def test_files_of_one_byte_each(tmp_path):
+    with ninfer.open(split(tmp_path, [1] * 265)) as artifact:
+        assert artifact.read_payload(0, 265) == small_payload()
+
+
+@pytest.mark.parametrize(("offset", "count"), [(0, 266), (266, 0), (-1, 1), (2**64, 1), (0, -1), (True, 1)])
+def test_ranges_outside_the_payload(tmp_path, offset, count):
+    with ninfer.open(split(tmp_path, [265])) as artifact, pytest.raises(ninfer.RangeError):
+        artifact.read_payload(offset, count)
+
+
+def test_an_empty_range_opens_nothing(tmp_path):
+    path = split(tmp_path, [100, 165])
+    (tmp_path / "free name 1.x").unlink()
+    with ninfer.open(path) as artifact:
+        assert artifact.read_payload(265, 0) == b""
+        assert artifact.read_range("w", 3, 3).size == 0
+        assert artifact.read("w").size == 8
+        with pytest.raises(ninfer.FileSetError, match="free name 1"):
+            artifact.read("s")
+
+
+def test_a_part_is_checked_before_anything_is_allocated(tmp_path):
+    huge = dict(small()["objects"][0], shape=[2**50], bytes=2**51, offset=256)
+    root = small(objects=[huge], bindings={"p": {"object": "w"}}, uses=[], components={"text": {"config": {}}})
+    root["files"] = [{"path": None, "payload_bytes": 265}, {"path": "b", "payload_bytes": 2**51}]
+    (tmp_path / "a").write_bytes(entry(root, small_payload()))
+    (tmp_path / "b").write_bytes(part(1, b"x"))
+    with ninfer.open(tmp_path / "a") as artifact:
+        for read in (artifact.read, artifact.read_encoded, artifact.read_tensor):
+            with pytest.raises(ninfer.FileSetError):
+                read("w")
+        with pytest.raises(ninfer.FileSetError):
+            artifact.read_parameter("p")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "cut later", "index"])
+def test_other_things_in_place_of_a_part(tmp_path, kind):
+    path = split(tmp_path, [100, 165])
+    name = tmp_path / "free name 1.x"
+    data = name.read_bytes()
+    if kind != "cut later":
+        name.unlink()
+    with ninfer.open(path) as artifact:
+        if kind == "pipe":
+            os.mkfifo(name)
+        elif kind == "folder":
+            name.mkdir()
+        elif kind == "index":
+            name.write_bytes(part(2, data[4096:]))
+        else:
+            artifact.read("s")
+            os.truncate(name, 4096 + 100)
+        with pytest.raises(ninfer.FileSetError):
+            artifact.read_payload(200, 65)
+
+
+def test_reading_after_closing_is_refused(tmp_path):
+    artifact = ninfer.open(split(tmp_path, [265]))
+    artifact.close()
+    artifact.close()
+    assert list(artifact.objects) == ["w", "s", "r"]
+    with pytest.raises(PolicyError):
+        artifact.read("w")
+
+
+def test_one_parent_is_decoded_once_by_many_threads(monkeypatch):
+    calls, real = [], artifact_module.decode_range
+
+    def counted(geometry, fetch, begin, end, out):
+        calls.append(threading.get_ident())
+        real(geometry, fetch, begin, end, out)
+
+    monkeypatch.setattr(artifact_module, "decode_range", counted)
+    with ninfer.open(DATA / "allfmt.ninfer") as artifact, ThreadPoolExecutor(8) as pool:
+        names = ["text/q4", "text/q4_rows_1_3", "mtp/shared"] * 20
+        found = list(pool.map(artifact.read_parameter, names))
+    assert len(calls) == 1
+    assert np.array_equal(found[0].reshape(-1)[130:], found[1])
+    assert found[0] is not found[3]
+    found[0][0, 0] = 99
+    assert found[3][0, 0] != 99
+
+
+def test_parents_beyond_the_cache_are_decoded_by_rows():
+    with ninfer.open(DATA / "allfmt.ninfer", cache_bytes=0) as without, ninfer.open(DATA / "allfmt.ninfer") as kept:
+        for name in kept.bindings:
+            count = kept.read_parameter(name).size
+            assert np.array_equal(without.read_parameter(name), kept.read_parameter(name))
+            assert np.array_equal(
+                without.read_parameter_range(name, 1, count), kept.read_parameter_range(name, 1, count)
+            )
+
+
+def test_many_threads_read_what_one_reads():
+    with ninfer.open(DATA / "allfmt_split.ninfer", cache_bytes=3000) as artifact, ThreadPoolExecutor(8) as pool:
+        tensors = [name for name, record in artifact.objects.items() if isinstance(record, ninfer.TensorObject)]
+        once = {name: artifact.read(name).tobytes() for name in tensors}
+        for name, values in zip(tensors * 20, pool.map(artifact.read, tensors * 20), strict=True):
+            assert values.tobytes() == once[name]
+
+
+def test_parameters_take_the_shape_they_are_asked_in():
+    with ninfer.open(DATA / "allfmt.ninfer") as artifact:
+        assert artifact.read_parameter("text/mixed_order", (2, 130)).shape == (2, 130)
+        assert artifact.read_parameter("text/scalar_part", ()).shape == ()
+        for name, shape in (("text/mixed_order", (2, 131)), ("text/q4", (390,)), ("text/q4", (3, 131))):
+            with pytest.raises(ninfer.BindingError):
+                artifact.read_parameter(name, shape)
+        with pytest.raises(ninfer.ReferenceError_):
+            artifact.read_parameter("none")
+        with pytest.raises(ninfer.ReferenceError_):
+            artifact.read("none")
+
+
+def test_torch_tensors_are_of_the_stored_type():
+    import torch
+
+    with ninfer.open(DATA / "allfmt.ninfer") as artifact:
+        for name, kind in (("d.bf16", torch.bfloat16), ("d.int32", torch.int32), ("w.q4", torch.float32)):
+            found = artifact.read_tensor(name)
+            assert found.dtype is kind
+            assert tuple(found.shape) == artifact.objects[name].shape
+        words = artifact.read_tensor("d.bf16").view(torch.int16).numpy()
+        assert words.tobytes() == artifact.read_encoded("d.bf16")
+
+
+def test_numbers_of_two_kinds_do_not_mix(tmp_path):
+    integers = dict(small()["objects"][1], format="int32", id="n")
+    objects = [small()["objects"][0], integers, small()["objects"][2]]
+    parts = {"parts": [{"object": "n", "range": [0, 1]}, {"object": "w", "range": [0, 1]}]}
+    root = small(objects=objects, bindings={"p": parts}, uses=[])
+    with ninfer.open(split(tmp_path, [265], root)) as artifact, pytest.raises(ninfer.BindingError, match="int32"):
+        artifact.read_parameter("p")
+
+
+def test_the_binder_reads_nothing_and_names_every_fault(tmp_path):
+    (tmp_path / "a.ninfer").write_bytes((DATA / "allfmt_split.ninfer").read_bytes())
+    with ninfer.open(tmp_path / "a.ninfer", components=["text"]) as artifact:
+        wanted = {
+            "text/q4": ((3, 130), ["q4_g64_fp16"]),
+            "text/mixed_order": ((2, 130), None),
+            "text/nv": ((256, 128), ["nvfp4"]),
+        }
+        helpers = {("text/nv", "text/in_a"): {"activation_input_divisor": ((), ["fp32"])}}
+        bound = artifact.bind(wanted, ["text", "mtp"], targets={"mtp": "text", "text": None}, auxiliaries=helpers)
+        assert bound.parameters["text/mixed_order"].parts[0][1:] == (130, 260)
+        assert set(bound.objects) == {"w.q4", "w.q5", "w.nvfp4x2", "d.fp32", "r.odd", "r.tail"}
+        assert [use.input for use in bound.uses] == ["text/in_a", "text/in_b", "text/in_a"]
+        with pytest.raises(ninfer.BindingError) as caught:
+            artifact.bind(
+                {"text/q4": ((390,), None), "none": ((1,), None), "text/mixed_order": ((261,), ["q4_g64_fp16"])},
+                ["vision"],
+                targets={"mtp": "vision"},
+                auxiliaries={("text/q4", "text/in_a"): {"hadamard_signs": ((130,), None)}, ("x", "y"): {}},
+            )
+        assert len(caught.value.faults) == 8
+        with pytest.raises(ninfer.BindingError):
+            ninfer.open(tmp_path / "a.ninfer", components=["vision"])
+
+
+def test_the_intersection_of_permissions():
+    policies = {name: ninfer.ActivationPolicy(name) for name in ("A16Only", "AllowA8", "AllowA4")}
+    for one in policies.values():
+        for other in policies.values():
+            found = ninfer.common_policy([ninfer.Use("p", "a", one), ninfer.Use("q", "b", other)])
+            assert found.widths == one.widths & other.widths
+    assert ninfer.common_policy([ninfer.Use("p", "a")]) is None
+
+
+def test_helper_inputs():
+    with ninfer.open(DATA / "allfmt.ninfer") as artifact:
+        use = artifact.uses_of("text/nv")[0]
+        assert ninfer.activation_input_divisor(artifact, use) == 3.0
+
+        def with_helper(role, binding):
+            return ninfer.Use("text/nv", "x", None, {role: binding})
+
+        signs = ninfer.hadamard_signs(artifact, with_helper("hadamard_signs", ninfer.Binding("h.signs")))
+        assert set(np.abs(signs)) == {1.0}
+        part = ninfer.Part("d.fp32v", 1, 2)
+        wrong = [
+            ("activation_input_divisor", ninfer.Binding("d.fp32v")),
+            ("activation_input_divisor", ninfer.Binding("d.bf16")),
+            ("activation_input_divisor", ninfer.Binding(parts=(part,))),
+            ("activation_input_divisor", ninfer.Binding(parts=(ninfer.Part("d.fp32v", 3, 4),))),
+            ("activation_input_divisor", ninfer.Binding(parts=(ninfer.Part("d.fp32v", 0, 2),))),
+            ("hadamard_signs", ninfer.Binding("d.bf16")),
+            ("hadamard_signs", ninfer.Binding("w.q4")),
+            ("input_columns", ninfer.Binding("h.signs")),
+        ]
+        for role, binding in wrong:
+            with pytest.raises(ninfer.BindingError):
+                getattr(ninfer, role)(artifact, with_helper(role, binding))
+        with pytest.raises(ninfer.BindingError):
+            ninfer.hadamard_signs(artifact, use)
+        with pytest.raises(ninfer.BindingError):
+            ninfer.hadamard_signs(artifact, with_helper("hadamard_signs", ninfer.Binding("h.signs")), width=2048)
+        columns = with_helper("input_columns", ninfer.Binding("d.int32"))
+        values = artifact.read("d.int32")
+        if sorted(values) == list(range(7)):
+            assert np.array_equal(ninfer.input_columns(artifact, columns), values)
+        else:
+            with pytest.raises(ninfer.BindingError):
+                ninfer.input_columns(artifact, columns)
+
+
+def test_the_hadamard_transform_is_sylvesters():
+    matrix = np.array([[1.0]])
+    while len(matrix) < 1024:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    rng = np.random.default_rng(1)
+    signs = rng.choice([-1.0, 1.0], 2048)
+    values = rng.integers(-8, 9, (3, 2048)).astype(np.float64)
+    expected = np.concatenate([(values * signs)[:, at : at + 1024] @ matrix / 32 for at in (0, 1024)], axis=1)
+    assert np.allclose(ninfer.hadamard_transform(values, signs), expected, rtol=0, atol=1e-4)
+
+
+def test_the_attention_ranges_of_the_format_description():
+    """12.3: one parent or two, the same four parameters."""
+    hidden, query, key = 5120, 6144, 1024
+    sizes = {("q4_g64_fp16", 7168): 19_496_960, ("q5_g64_fp16", 7168): 24_084_480, ("nvfp4", 14336): 41_287_684}
+    sizes[("fp8_e4m3fn_row_bf16", 14336)] = 73_428_992
+    for (name, rows), size in sizes.items():
+        assert ninfer.encoded_bytes(name, (rows, hidden)) == size
+    edges = [0, query * hidden, (query + key) * hidden, (2 * query + key) * hidden, 2 * (query + key) * hidden]
+    assert edges == [0, 31_457_280, 36_700_160, 68_157_440, 73_400_320]
+
+
+def test_row_blocks_reshape_and_sharing(tmp_path):
+    """12.4: interleaved row blocks, a reshape, and one object under two names."""
+    values = np.arange(32, dtype=np.float32).reshape(8, 4)
+    payload = ninfer.encode("bf16", values).tobytes()
+    root = {
+        "components": {"text": {"config": {}}},
+        "objects": [{"id": "interleaved", "kind": "tensor", "shape": [8, 4], "format": "bf16",
+                     "layout": "contiguous_le_v1", "offset": 0, "bytes": 64}],
+        "bindings": {
+            "query": {"parts": [{"object": "interleaved", "range": r} for r in ([0, 8], [16, 24])]},
+            "gate": {"parts": [{"object": "interleaved", "range": r} for r in ([8, 16], [24, 32])]},
+            "reshaped": {"parts": [{"object": "interleaved", "range": [0, 16]}]},
+            "embedding": {"object": "interleaved"}, "head": {"object": "interleaved"},
+        },
+        "uses": [{"parameter": "embedding", "input": "a"}, {"parameter": "head", "input": "b"}],
+        "files": [{"path": None, "payload_bytes": 64}],
+    }  # fmt: skip
+    (tmp_path / "a").write_bytes(entry(root, payload))
+    with ninfer.open(tmp_path / "a") as artifact:
+        assert np.array_equal(artifact.read_parameter("query", (4, 4)), values[[0, 1, 4, 5]])
+        assert np.array_equal(artifact.read_parameter("gate", (4, 4)), values[[2, 3, 6, 7]])
+        assert np.array_equal(artifact.read_parameter("reshaped", (2, 2, 4)), values[:4].reshape(2, 2, 4))
+        assert artifact.bind({"embedding": ((8, 4), None), "head": ((8, 4), None)}).objects == ("interleaved",)
+
+
+def test_one_training_parameter_in_two_roles():
+    """12.5: key and context_key, apart or sharing one range."""
+    shape, context = [6144, 5120], [1024, 5120]
+    q8 = {"kind": "tensor", "format": "q8_g32_fp16", "layout": "row_split_k128_v1"}
+    sizes = [ninfer.encoded_bytes("q8_g32_fp16", s) for s in (shape, context)]
+    start = -(-sizes[0] // 256) * 256
+    root = {
+        "components": {"text": {"config": {}}, "dflash2": {"config": {}, "target": "text"}},
+        "objects": [{"id": "w.draft.qkv", "shape": shape, "offset": 0, "bytes": sizes[0], **q8},
+                    {"id": "w.draft.context_key", "shape": context, "offset": start, "bytes": sizes[1], **q8}],
+        "bindings": {
+            "dflash2/layers/0/attention/key": {"parts": [{"object": "w.draft.qkv", "range": [20971520, 26214400]}]},
+            "dflash2/layers/0/attention/context_key": {"object": "w.draft.context_key"}},
+        "uses": [
+            {"parameter": "dflash2/layers/0/attention/key", "input": "dflash2/layers/0/query_projection_input",
+             "activation_policy": "AllowA8"},
+            {"parameter": "dflash2/layers/0/attention/context_key", "input": "dflash2/context_input",
+             "activation_policy": "AllowA8"}],
+        "files": [{"path": None, "payload_bytes": start + sizes[1]}],
+    }  # fmt: skip
+    names = list(root["bindings"])
+    bound = ninfer.bind(directory_of(root), {name: (context, ["q8_g32_fp16"]) for name in names}, ["dflash2"])
+    assert bound.objects == ("w.draft.qkv", "w.draft.context_key")
+    root["bindings"][names[1]] = root["bindings"][names[0]]
+    bound = ninfer.bind(directory_of(root), dict.fromkeys(names, (context, None)))
+    assert bound.objects == ("w.draft.qkv",)
+    assert [use.activation_policy.value for use in bound.uses] == ["AllowA8", "AllowA8"]
