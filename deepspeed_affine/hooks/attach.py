@@ -44,6 +44,10 @@ class Attachment:
     def attached(self) -> bool:
         return vars(self.engine).get(HANDLE) is self
 
+    def say(self, info: Mapping[str, Any]) -> None:
+        """The engine's checkpoints say ``info`` of its parameters from here on, until ``detach``."""
+        self._instances.put(self.engine.module, ATTRIBUTE, dict(info))
+
     def detach(self) -> None:
         """The engine, its module, its optimizer and its parameters are as they were. A second call does nothing."""
         if self.attached:

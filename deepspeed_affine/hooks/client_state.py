@@ -29,19 +29,20 @@ def with_universal_info(
 
     ``info`` is the model's own ``universal_checkpoint_info``, where ``client_state`` does not hold it already; its keys
     are kept. The save of a model with experts refuses the key from DeepSpeed 0.19.4 on: there the module's attribute of
-    that name is set instead, and the result is without the key. Call it on every rank.
+    that name is set instead (of an attached engine until it is detached), and the result is without the key. Call it on
+    every rank.
     """
     state = dict(client_state or {})
     own = {**(state.pop(ATTRIBUTE, None) or {}), **(info or {})}
     attached = vars(engine).get(HANDLE)
-    if attached is not None and (not own or own == dict(attached.own)):
-        made = attached.info
-    else:
-        made = universal_info(engine, own)
-    if refuses_key(engine):
-        vars(engine.module)[ATTRIBUTE] = dict(made)
-    else:
+    known = attached is not None and (not own or own == dict(attached.own))
+    made = attached.info if known else universal_info(engine, own)
+    if not refuses_key(engine):
         state[ATTRIBUTE] = dict(made)
+    elif attached is None:
+        vars(engine.module)[ATTRIBUTE] = dict(made)
+    elif not known:
+        attached.say(made)
     return state
 
 
