@@ -29,6 +29,7 @@ from deepspeed_affine.ninfer.errors import (
     ValueDomainError,
     WriterError,
 )
+from deepspeed_affine.ninfer.fileplan import ResourceSpec, TensorSpec
 from deepspeed_affine.ninfer.floats import bf16_to_float32, round_to_bf16
 from deepspeed_affine.ninfer.layouts import Geometry, encoded_bytes, plan_geometry
 from deepspeed_affine.ninfer.pack import pack_fp8, pack_grouped, pack_nvfp4
@@ -43,6 +44,7 @@ from deepspeed_affine.ninfer.records import (
     TensorObject,
     Use,
 )
+from deepspeed_affine.ninfer.writer import Writer, reshard_files
 
 __all__ = [
     "ActivationPolicy",
@@ -66,10 +68,13 @@ __all__ = [
     "RangeError",
     "ReferenceError_",
     "ResourceObject",
+    "ResourceSpec",
     "SchemaError",
     "TensorObject",
+    "TensorSpec",
     "Use",
     "ValueDomainError",
+    "Writer",
     "WriterError",
     "activation_input_divisor",
     "bf16_to_float32",
@@ -86,5 +91,6 @@ __all__ = [
     "pack_grouped",
     "pack_nvfp4",
     "plan_geometry",
+    "reshard_files",
     "round_to_bf16",
 ]

@@ -81,6 +81,11 @@ class Artifact:
         self._cache.clear()
 
     @property
+    def file_set(self) -> FileSet:
+        """The files below, for reading the payload as bytes."""
+        return self._files
+
+    @property
     def path(self) -> str:
         """Where the entry is."""
         return self._files.path

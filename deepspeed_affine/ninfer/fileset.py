@@ -6,7 +6,7 @@ import os
 import stat
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -19,10 +19,33 @@ from deepspeed_affine.ninfer.floats import U8
 from deepspeed_affine.ninfer.framing import ENTRY_MAGIC, HEADER_BYTES, PART_MAGIC, PART_START, Header, entry_start
 from deepspeed_affine.ninfer.json_text import parse_json
 from deepspeed_affine.ninfer.parse import directory_of
+from deepspeed_affine.ninfer.records import FileRecord
 
-__all__ = ["FileSet", "open_file_set"]
+__all__ = ["FileSet", "Segment", "open_file_set", "payload_segments"]
 
 _LARGEST_READ = 1 << 30
+
+
+Segment = tuple[int, int, int, int]
+"""``(file, offset in the file, place in the range, bytes)``"""
+
+
+def payload_segments(
+    files: Sequence[FileRecord], entry_offset: int, offset: int, count: int, starts: Sequence[int] | None = None
+) -> Iterator[Segment]:
+    """Every file that holds some of ``count`` bytes of payload from ``offset`` on, in order.
+
+    ``entry_offset`` is where the entry's payload begins; ``starts`` what lies before each file, if that is known.
+    """
+    starts = [0, *accumulate(record.payload_bytes for record in files)] if starts is None else starts
+    number = bisect_right(starts, offset) - 1
+    done = 0
+    while done < count:
+        low = offset + done
+        size = min(count - done, starts[number + 1] - low)
+        yield number, (PART_START if number else entry_offset) + low - starts[number], done, size
+        done += size
+        number += 1
 
 
 class FileSet:
@@ -70,17 +93,9 @@ class FileSet:
                 file=self.path,
             )
 
-    def segments(self, offset: int, count: int) -> Iterator[tuple[int, int, int, int]]:
-        """``(file, offset in it, place in the range, bytes)`` for every file that holds some of the range."""
-        done = 0
-        number = bisect_right(self._starts, offset) - 1
-        while done < count:
-            low = offset + done
-            size = min(count - done, self._starts[number + 1] - low)
-            start = self.payload_offset if number == 0 else PART_START
-            yield number, start + low - self._starts[number], done, size
-            done += size
-            number += 1
+    def segments(self, offset: int, count: int) -> Iterator[Segment]:
+        """What of the range lies in which file."""
+        return payload_segments(self.directory.files, self.payload_offset, offset, count, self._starts)
 
     def require(self, offset: int, count: int) -> None:
         """Return if the payload has those bytes and every file that holds some of them is there."""
