@@ -12,6 +12,7 @@ from deepspeed_affine.ninfer.auxiliaries import (
     input_columns,
 )
 from deepspeed_affine.ninfer.binder import Bound, BoundParameter, bind, common_policy
+from deepspeed_affine.ninfer.bridge import BoundMap, bindings_to_map, map_to_bindings
 from deepspeed_affine.ninfer.decode import decode
 from deepspeed_affine.ninfer.directory import Directory
 from deepspeed_affine.ninfer.encode import encode
@@ -52,6 +53,7 @@ __all__ = [
     "Binding",
     "BindingError",
     "Bound",
+    "BoundMap",
     "BoundParameter",
     "Component",
     "Directory",
@@ -79,6 +81,7 @@ __all__ = [
     "activation_input_divisor",
     "bf16_to_float32",
     "bind",
+    "bindings_to_map",
     "common_policy",
     "decode",
     "encode",
@@ -86,6 +89,7 @@ __all__ = [
     "hadamard_signs",
     "hadamard_transform",
     "input_columns",
+    "map_to_bindings",
     "open",
     "pack_fp8",
     "pack_grouped",
