@@ -16,6 +16,7 @@ VERBS = {
     "demo": "train a tiny model, convert its checkpoint and show that DeepSpeed's converter agrees",
     "diff": "compare two folders: layouts by layout id, contents by bytes, checkpoints and universal folders",
     "inspect": "describe a checkpoint folder from its metadata: topology, files, parameters, what is missing",
+    "ninfer": "describe, check, take apart and split NInfer v3 containers",
     "parity": "run DeepSpeed's converter and ours on one checkpoint and compare every file",
     "verify": "read an output again: against its manifest, or every element against the checkpoint it was made from",
 }

@@ -1,0 +1,120 @@
+"""Parameters and resources of an artifact as ordinary files in a new folder, which appears when all are written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from deepspeed_affine.errors import PolicyError
+from deepspeed_affine.ninfer.artifact import Artifact
+from deepspeed_affine.ninfer.decode import value_dtype
+from deepspeed_affine.ninfer.records import TensorObject
+
+__all__ = ["extract", "file_name"]
+
+_BLOCK = 1 << 20
+
+
+def file_name(name: str) -> str:
+    """A file name of its own for any name: what is neither letter, digit nor one of ``_.-~`` is percent-encoded."""
+    found = quote(name, safe="")
+    return f"%2E{found[1:]}" if found.startswith(".") else found
+
+
+def extract(
+    artifact: Artifact,
+    folder: str,
+    parameters: Sequence[str] | None = None,
+    objects: Sequence[str] | None = None,
+    *,
+    encoded: bool = False,
+) -> list[str]:
+    """The folder is there with one file for each; returns their names.
+
+    Parameters and tensors are ``.npy`` files (float32 or int32), resources files under their role; ``encoded`` writes
+    objects as ``.bin``, as they are stored. Without names it is all parameters and all resources. Raises PolicyError
+    where something is at ``folder`` already.
+    """
+    target = os.path.abspath(folder)
+    if os.path.lexists(target):
+        raise PolicyError(f"{folder}: exists; expected no such folder, since nothing is overwritten.", file=folder)
+    private = tempfile.mkdtemp(
+        prefix=f".{os.path.basename(target)[:60]}.", suffix=".partial", dir=os.path.dirname(target)
+    )
+    try:
+        made: list[str] = []
+        for name, write in _files(artifact, parameters, objects, encoded):
+            if name in made:
+                raise PolicyError(f"{folder}: two things are to be written as {name!r}; name them one at a time.")
+            with open(os.path.join(private, name), "xb") as file:
+                for block in write:
+                    file.write(block)
+            made.append(name)
+        os.chmod(private, 0o777 & ~_umask())
+        os.rename(private, target)
+    except BaseException:
+        shutil.rmtree(private, ignore_errors=True)
+        raise
+    return made
+
+
+def _files(
+    artifact: Artifact, parameters: Sequence[str] | None, objects: Sequence[str] | None, encoded: bool
+) -> Iterator[tuple[str, Iterator[Any]]]:
+    everything = not parameters and not objects
+    for name in list(artifact.bindings) if everything else parameters or ():
+        yield f"{file_name(name)}.npy", _parameter(artifact, name)
+    for object_id in objects or ():
+        record = artifact.directory.object(object_id)
+        if encoded or not isinstance(record, TensorObject):
+            yield f"{file_name(object_id)}.bin", _stored(artifact, object_id)
+        else:
+            yield f"{file_name(object_id)}.npy", _tensor(artifact, record)
+    if everything:
+        for component in artifact.components:
+            for role in artifact.components[component].resources:
+                yield file_name(f"{component}/{role}"), iter([artifact.read_resource(component, role)])
+
+
+def _parameter(artifact: Artifact, name: str) -> Iterator[Any]:
+    first = artifact.read_parameter_range(name, 0, 0)
+    binding = artifact.bindings[name]
+    shape: tuple[int, ...] = (artifact.directory.elements_of(binding),)
+    if binding.object is not None:
+        shape = artifact.directory.tensor(binding.object).shape
+    yield _header(first.dtype, shape)
+    yield from artifact.blocks(name, _BLOCK)
+
+
+def _tensor(artifact: Artifact, record: TensorObject) -> Iterator[Any]:
+    yield _header(value_dtype(record.format), record.shape)
+    for at in range(0, record.elements, _BLOCK):
+        yield artifact.read_range(record.id, at, min(at + _BLOCK, record.elements))
+
+
+def _stored(artifact: Artifact, object_id: str) -> Iterator[Any]:
+    record = artifact.directory.object(object_id)
+    for at in range(0, record.nbytes, _BLOCK):
+        yield artifact.read_payload(record.offset + at, min(_BLOCK, record.nbytes - at))
+
+
+def _header(dtype: np.dtype[Any], shape: Iterable[int]) -> bytes:
+    """The head of a ``.npy`` file."""
+    from io import BytesIO
+
+    head = BytesIO()
+    described = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": tuple(shape)}
+    np.lib.format.write_array_header_1_0(head, described)
+    return head.getvalue()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
