@@ -1,0 +1,235 @@
+"""The catalogue of ``load_checkpoint`` runs: what stock DeepSpeed trains and saves, and the engines that load it.
+
+Importable without torch, so that test collection stays cheap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from real_cases import Case
+
+__all__ = ["PAIRS", "Pair", "pair_named", "source_named"]
+
+BF16_OPTIMIZER = {"data_types": {"grad_accum_dtype": "fp32"}}
+WIDE = {"heads": 8, "kv_heads": 4, "vocab": 31}
+UNEVEN = {"heads": 6, "kv_heads": 3, "vocab": 31}
+TIED = {"heads": 4, "kv_heads": 2, "vocab": 32, "tied": True}
+FROZEN = {"frozen": True, "buffers": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A saved run, by name, and the engine that continues it."""
+
+    name: str
+    source: Case
+    target: Case
+    warm: int = 0
+    """How many steps the engine has trained before it loads, so that nothing of them may be left."""
+    local_ranks: int = 0
+    """How many ranks a pretended node has; 0 for one node."""
+    options: tuple[tuple[str, Any], ...] = ()
+    """Options of ``load_checkpoint``."""
+    fault: str | None = None
+    """What is made to go wrong on rank 1 alone."""
+    error: str | None = None
+    """Where every rank must refuse: what is said, as a pattern."""
+    unrestored: str | None = None
+    """What the report must say was not restored, as a pattern; None for nothing at all."""
+    environment: str = "installed"
+    quick: bool = False
+
+    @property
+    def same_topology(self) -> bool:
+        return replace(self.source, name="") == replace(self.target, name="")
+
+
+def _plain() -> list[Pair]:
+    one = Case("zero1_dp2", steps=2)
+    three = Case("zero3_dp2", stage=3, steps=2)
+    two = Case("zero2_dp4_bf16", world=4, stage=2, dtype="bf16")
+    bf16opt = Case("bf16opt_dp4", world=4, dtype="bf16", config=BF16_OPTIMIZER)
+    hpz = {"zero_optimization": {"zero_hpz_partition_size": 2}}
+    return [
+        Pair("zero1_same", one, one, warm=1, quick=True),
+        Pair("zero1_to_dp1", one, replace(one, world=1)),
+        Pair("zero1_to_dp4", one, replace(one, world=4), warm=1, local_ranks=2),
+        Pair("zero1_to_zero2", one, replace(one, stage=2, world=4)),
+        Pair("zero1_to_zero3", one, replace(one, stage=3), warm=1, quick=True),
+        Pair("zero1_to_zero3_dp4", one, replace(one, stage=3, world=4), local_ranks=2),
+        Pair("zero1_to_zero0", one, replace(one, stage=0), warm=1),
+        Pair("zero1_to_bf16", one, replace(one, dtype="bf16")),
+        Pair("zero1_to_offload", one, replace(one, stage=2, offload="cpu")),
+        Pair("zero3_same", three, three, warm=1),
+        Pair("zero3_to_dp1", three, replace(three, world=1)),
+        Pair("zero3_to_dp4", three, replace(three, world=4), warm=1, local_ranks=2),
+        Pair("zero3_to_zero1", three, replace(three, stage=1), quick=True),
+        Pair("zero3_to_zero0", three, replace(three, stage=0, world=1)),
+        Pair("zero3_to_hpz", three, replace(three, world=4, config=hpz), warm=1),
+        Pair("zero3_to_subgroups", three, replace(three, config={"zero_optimization": {"sub_group_size": 70}})),
+        Pair("zero3_to_persistent", three,
+             replace(three, config={"zero_optimization": {"stage3_param_persistence_threshold": 70}}), warm=1),
+        Pair("zero2_same_bf16", two, two, warm=1),
+        Pair("zero2_to_zero3_bf16", two, replace(two, stage=3, world=2)),
+        Pair("zero2_to_bf16opt", two, replace(bf16opt, world=2), warm=1),
+        Pair("bf16opt_same", bf16opt, bf16opt),
+        Pair("bf16opt_to_zero3", bf16opt, replace(two, stage=3)),
+        Pair("bf16opt_to_fp32", bf16opt, replace(one, world=1)),
+    ]  # fmt: skip
+
+
+def _tensor_parallel() -> list[Pair]:
+    base = Case("wide", model="llama", model_options=WIDE)
+    one, two, four = (replace(base, name=f"wide_tp{tp}", tp=tp, world=tp) for tp in (1, 2, 4))
+    wide3 = replace(two, name="wide_tp2dp2_zero3", world=4, stage=3)
+    bf16 = replace(base, name="wide_dp2_zero3_bf16", stage=3, dtype="bf16")
+    uneven = Case("uneven_tp2_zero2", model="llama", tp=2, stage=2, model_options=UNEVEN)
+    tied = Case("tied_tp2", model="llama", tp=2, model_options=TIED)
+    hand = Case("hand_tp2", model="hand_tp", tp=2)
+    return [
+        Pair("tp2_same", two, two, warm=1),
+        Pair("tp2_to_tp1", two, one, quick=True),
+        Pair("tp2_to_tp4", two, four, warm=1),
+        Pair("tp2_to_tp1dp2_zero2", two, replace(one, world=2, stage=2)),
+        Pair("tp2_to_tp2dp2_zero3", two, replace(two, world=4, stage=3), warm=1),
+        Pair("tp4_to_tp2dp2", four, replace(two, world=4)),
+        Pair("tp4_to_dp4_zero3", four, replace(one, world=4, stage=3)),
+        Pair("tp2dp2_zero3_same", wide3, wide3, warm=1),
+        Pair("tp2dp2_zero3_to_tp1", wide3, one),
+        Pair("tp2dp2_zero3_to_tp4_zero2", wide3, replace(four, stage=2)),
+        Pair("dp2_zero3_to_tp2_bf16", bf16, replace(two, dtype="bf16"), warm=1),
+        Pair("dp2_zero3_to_tp4_zero3_bf16", bf16, replace(four, stage=3, dtype="bf16")),
+        Pair("uneven_same", uneven, uneven),
+        Pair("uneven_to_dp2_zero3", uneven, replace(uneven, tp=1, stage=3)),
+        Pair("tied_to_tp1", tied, replace(tied, tp=1, world=1)),
+        Pair("tied_to_zero3", tied, replace(tied, stage=3)),
+        Pair("hand_same", hand, hand, quick=True),
+        Pair("hand_to_tp1", hand, replace(hand, tp=1, world=1)),
+        Pair("hand_to_tp4", hand, replace(hand, tp=4, world=4)),
+    ]
+
+
+def _pipeline() -> list[Pair]:
+    pipe = Case("pipe_pp2", model="pipe", pp=2)
+    bf16 = Case("pipe_pp2dp2_bf16", model="pipe", pp=2, world=4, dtype="bf16", config=BF16_OPTIMIZER)
+    both = Case("both_tp2pp2", model="tp_pipe", tp=2, pp=2, world=4)
+    return [
+        Pair("pp2_same", pipe, pipe, warm=1),
+        Pair("pp2_to_dp2", pipe, replace(pipe, pp=1)),
+        Pair("pp2_to_pp2dp2", pipe, replace(pipe, world=4), warm=1),
+        Pair("pp2dp2_bf16_to_pp2", bf16, replace(bf16, world=2)),
+        Pair("pp2dp2_bf16_to_dp2", bf16, replace(bf16, world=2, pp=1)),
+        Pair("tp2pp2_same", both, both, warm=1),
+        Pair("tp2pp2_to_pp2dp2", both, replace(both, tp=1)),
+        Pair("tp2pp2_to_tp2dp2", both, replace(both, pp=1)),
+        Pair("tp2pp2_to_tp4_bf16opt", both, replace(both, pp=1, tp=4, dtype="bf16", config=BF16_OPTIMIZER)),
+        Pair("tp2pp2_to_one", both, replace(both, pp=1, tp=1, world=1)),
+    ]
+
+
+def _others() -> list[Pair]:
+    few = Case("few", model="few", world=4, groups=2)
+    few3 = replace(few, name="few_zero3", stage=3)
+    frozen = Case("frozen", model_options=FROZEN)
+    frozen3 = Case("frozen_zero3", stage=3, model_options=FROZEN)
+    thawed = Case("thawed", model_options={"buffers": True})
+    groups = Case("groups", groups=2)
+    groups3 = Case("groups_zero3", groups=2, stage=3)
+    moe = Case("moe", model="moe", ep=2)
+    merged = r"weight_decay of parameter group 0: its parameters were in 2 saved groups, with 0\.05, 0\.0"
+    fresh = r"optimizer states of (up\.weight|norm\.bias): the checkpoint has none for it"
+    muon = Case("muon", optimizer="muon", config={"zero_optimization": {"reduce_scatter": False}})
+    return [
+        Pair("few_same", few, few, warm=1),
+        Pair("few_to_bf16opt", few, replace(few, world=2, dtype="bf16", config=BF16_OPTIMIZER)),
+        Pair("few_to_zero3", few, replace(few3, world=2)),
+        Pair("few_zero3_to_dp4", few3, few),
+        Pair("frozen_same", frozen, frozen, warm=1, quick=True),
+        Pair("frozen_to_zero3", frozen, replace(frozen3, world=4), warm=1),
+        Pair("frozen_zero3_same", frozen3, frozen3, warm=1),
+        Pair("frozen_zero3_to_zero1", frozen3, replace(frozen, world=1)),
+        Pair("frozen_zero3_to_zero0", frozen3, replace(frozen, stage=0)),
+        Pair("thawing", frozen, thawed, warm=1, unrestored=fresh),
+        Pair("thawing_zero3", frozen3, replace(thawed, stage=3), unrestored=fresh),
+        Pair("freezing", thawed, frozen, unrestored=r"optimizer states of (up\.weight|norm\.bias): no optimizer of"),
+        Pair("groups_same", groups, groups, warm=1),
+        Pair("groups_to_zero3", groups, replace(groups3, world=4)),
+        Pair("groups_zero3_same", groups3, groups3, warm=1),
+        Pair("groups_merged", groups, replace(groups, groups=1), unrestored=merged),
+        Pair("groups_merged_zero3", groups3, replace(groups, groups=1), unrestored=merged),
+        Pair("groups_split", Case("groups_one"), groups,
+             unrestored=r"weight_decay of parameter group \d: 0\.01 was saved for one group that is now several"),
+        Pair("moe_same", moe, moe, warm=1),
+        Pair("moe_to_ep1", moe, replace(moe, ep=1)),
+        Pair("moe_to_ep4", moe, replace(moe, ep=4, world=4, stage=2)),
+        *(
+            Pair(f"{name}_{source}_to_{target}", Case(f"{name}_zero{source}", stage=source, optimizer=name),
+                 Case(f"{name}_zero{target}", stage=target, optimizer=name, world=1))
+            for name in ("momentum", "lion", "adagrad", "amsgrad", "rmsprop") for source, target in ((1, 3), (3, 1))
+        ),
+        Pair("muon_same", muon, muon, warm=1),
+        Pair("muon_to_dp3", muon, replace(muon, world=3)),
+        Pair("muon_to_zero3", muon, replace(muon, stage=3)),
+        Pair("fp16_same", Case("fp16", dtype="fp16"), Case("fp16", dtype="fp16"), warm=1),
+        Pair("step0", Case("step0", steps=0), Case("step0", steps=0, stage=3), warm=1,
+             unrestored="optimizer states of .*: the checkpoint has none"),
+    ]  # fmt: skip
+
+
+def _refused() -> list[Pair]:
+    case = Case("zero1_dp2", steps=2)
+    narrow = Case("narrow", model_options={"unused": True})
+    return [
+        Pair("one_rank_elsewhere", case, case, fault="elsewhere", error=r"is no folder"),
+        Pair("one_rank_cannot_read", case, case, fault="reading", error=r"was loaded in part.*|made to fail"),
+        Pair("one_rank_breaks", case, case, fault="bug", error=r"made to break"),
+        Pair("missing", case, narrow, error=r"2 missing\.\nparameter unused\.\w+: is in the model and not in"),
+        Pair("unexpected", narrow, case, error=r"2 unexpected\.\nparameter unused\.\w+: is in the checkpoint and not"),
+    ]
+
+
+def _versions() -> list[Pair]:
+    pairs = []
+    for version in ("0.16.9", "0.18.9", "0.19.4", "0.19.6"):
+        at = f"v{version.replace('.', '')}"
+        one, three = Case(f"{at}_zero1"), Case(f"{at}_zero3", stage=3, groups=2)
+        frozen = Case(f"{at}_frozen", model_options=FROZEN)
+        hand = Case(f"{at}_hand", model="hand_tp", tp=2)
+        pairs += [
+            Pair(f"{at}_zero1_to_zero3", one, replace(one, stage=3), warm=1, environment=version),
+            Pair(f"{at}_zero3_to_zero1", three, replace(three, stage=1, world=1), environment=version),
+            Pair(f"{at}_frozen_to_zero2", frozen, replace(frozen, stage=2), warm=1, environment=version),
+            Pair(f"{at}_hand_to_tp1", hand, replace(hand, tp=1, world=1), environment=version),
+        ]
+    equal = Case("own_tp2", model="own_tp", tp=2, model_options={"heads": 4, "kv_heads": 2, "vocab": 32, "inner": 32})
+    for version in ("0.18.9", "0.19.4", "0.19.6"):
+        at = f"v{version.replace('.', '')}"
+        source = replace(equal, name=f"{at}_own")
+        pairs.append(Pair(f"{at}_tp2_to_tp1", source, replace(source, tp=1, world=1), environment=version))
+    return pairs
+
+
+def _experts() -> list[Pair]:
+    one = Case("autoep_ep2", model="mixtral", ep=2, transformers=5)
+    three = replace(one, name="autoep_ep2_zero3", stage=3)
+    return [
+        Pair("autoep_same", one, one, warm=1, environment="hf5"),
+        Pair("autoep_to_ep4", one, replace(one, ep=4, world=4), environment="hf5"),
+        Pair("autoep_to_zero3", one, three, environment="hf5"),
+        Pair("autoep_zero3_to_ep1", three, replace(one, ep=1, world=2), environment="hf5"),
+    ]
+
+
+PAIRS: tuple[Pair, ...] = (
+    *_plain(), *_tensor_parallel(), *_pipeline(), *_others(), *_refused(), *_versions(), *_experts(),
+)  # fmt: skip
+
+
+def pair_named(name: str) -> Pair:
+    return next(pair for pair in PAIRS if pair.name == name)
+
+
+def source_named(name: str) -> Case:
+    return next(pair.source for pair in PAIRS if pair.source.name == name)
