@@ -21,6 +21,7 @@ setup(
     install_requires=["deepspeed>=0.16", "numpy", "packaging", "torch>=2.4", "tqdm"],
     extras_require={
         "test": [
+            "accelerate",
             "flask",
             "flask-cors",
             "hypothesis",
