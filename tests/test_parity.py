@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+from synthetic import Foreign, ZeroStage, ZeroStageByName, save
 
 from deepspeed_affine.commands.parity import ParityRun, format_table
 from deepspeed_affine.errors import CheckpointFormatError, PolicyError
@@ -63,6 +67,29 @@ def test_equal_values_in_other_zip_bytes_are_equal(folders: tuple[Path, Path]) -
     torch.save({**value, "param": value["param"].t().contiguous().t()}, folders[0] / WEIGHT)
     assert (folders[0] / WEIGHT).read_bytes() != (folders[1] / WEIGHT).read_bytes()
     assert compare_universal(*folders).equal
+
+
+def with_stage(kind: type[ZeroStage], *, stage: int = 1, order: int = 1, value: float = 1.0) -> dict[str, object]:
+    entries = [("zero_stage", kind(stage)), ("scaler", Foreign(scale=2.0)), ("moment", torch.full((3,), value))]
+    return dict(entries[::order])
+
+
+def test_a_stage_pickled_by_another_python_is_an_expected_difference(folders: tuple[Path, Path]) -> None:
+    shared = "zero/optimizer_state.pt"
+    save(with_stage(ZeroStage), folders[0] / shared)
+    save(with_stage(ZeroStageByName), folders[1] / shared)
+    report = compare_universal(*folders)
+    assert [(row.path, row.rule) for row in report.expected] == [(shared, "enumeration_by_name")]
+    assert report.equal
+    for other in (
+        with_stage(ZeroStageByName, stage=2),
+        with_stage(ZeroStageByName, order=-1),
+        with_stage(ZeroStageByName, value=2.0),
+        {**with_stage(ZeroStageByName), "more": 1},
+        with_stage(ZeroStage, value=-1.0),
+    ):
+        save(other, folders[1] / shared)
+        assert only_difference(folders).path == shared
 
 
 @pytest.mark.parametrize("bit", [0, 31])
