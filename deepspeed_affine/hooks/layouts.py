@@ -84,6 +84,7 @@ class _Describing:
         self.model = model
         self.params = dict(model.named_parameters())
         self.held = {name: held_shape(param) for name, param in self.params.items()}
+        self.uncut: set[str] = set()
         self.owners = self._owners()
         self.tp = tensor_parallel_of(model, mpu)
         self.experts = placed_experts(model)
@@ -126,7 +127,7 @@ class _Describing:
 
     def _stated(self, name: str, owner: _Owner | None) -> ParamAffineMap | None:
         """The map of the parameter's restore metadata, where that is complete and belongs to how the layer was cut."""
-        if owner is not None and not describes_itself(owner.layer):
+        if name in self.uncut or (owner is not None and not describes_itself(owner.layer)):
             return None
         meta = layer_metadata(self.params[name])
         if meta is None or not _is_complete(meta):
@@ -161,9 +162,7 @@ class _Describing:
     def _rank_of(self, owner: _Owner | None) -> int:
         if owner is None:
             return self.tp.rank
-        if isinstance(owner.partition, ConvPartition):
-            return int(owner.partition.layer.rank)
-        return int(owner.layer.tp_index)  # type: ignore[arg-type]
+        return owner.partition.rank
 
     def _whole(self, shape: Shape) -> ParamAffineMap:
         if shape not in self.wholes:
@@ -177,6 +176,8 @@ class _Describing:
         for module in self.model.modules():
             partition = partition_of(module)
             if partition is None:
+                if hasattr(module, "_tp_partition"):
+                    self.uncut.update(canonical[id(param)] for param in module.parameters(recurse=False))
                 continue
             holder = module.conv if isinstance(partition, ConvPartition) else module
             names = {
@@ -186,6 +187,7 @@ class _Describing:
             }
             for attribute, name in names.items():
                 owners.setdefault(name, _Owner(module, partition, attribute, names))
+        self.uncut -= set(owners)
         return owners
 
     def _shards(self) -> dict[str, tuple[Shape, ...]]:

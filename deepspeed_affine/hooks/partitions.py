@@ -7,6 +7,7 @@ run. No collective is entered and no live tensor is touched.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,8 @@ from deepspeed_affine.hooks.topology import is_partitioned_conv, is_partitioned_
 
 __all__ = ["ConvPartition", "LayerPartition", "Partition", "partition_of"]
 
+LAYERS = "deepspeed.module_inject.layers"
+
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape | None]
 
@@ -25,6 +28,8 @@ class Partition:
     """A layer's cut: ``run`` gives what a rank holds of ``weight`` and ``bias`` when both are as given."""
 
     degree: int
+    rank: int
+    """This process's own."""
     shapes_known: dict[str, Shape | None]
     """The shapes of F that the layer remembers, by attribute; missing ones are to be found from the shards."""
 
@@ -57,6 +62,7 @@ class LayerPartition(Partition):
     def __init__(self, layer: Any) -> None:
         self.layer = layer
         self.degree = int(layer.tp_world_size)
+        self.rank = int(layer.tp_index)
         bias = getattr(layer, "bias", None)
         weight_shape = getattr(layer, "_orig_weight_shape", None)
         self.shapes_known = {}
@@ -83,10 +89,12 @@ class LayerPartition(Partition):
 
     def key(self) -> object:
         layer = self.layer
-        names = ("name", "tp_meta", "shape", "partition_dim", "_partition_sizes", "_subparam_sizes")
-        widths = repr(getattr(layer, "_subparam_shard_widths", None))
+        names = ["tp_meta", "shape", "partition_dim", "_partition_sizes", "_subparam_sizes", "_subparam_shard_widths"]
+        # To DeepSpeed's own functions a name decides the extents of the shards, which the caller's key has anyway.
+        if type(layer)._tp_partition.__module__ != LAYERS:
+            names.append("name")
         told = tuple(repr(getattr(layer, name, None)) for name in names)
-        return (type(layer), self.degree, told, widths, None if self._fused is None else str(self._fused))
+        return (type(layer), self.degree, told, None if self._fused is None else str(self._fused))
 
 
 class ConvPartition(Partition):
@@ -96,6 +104,7 @@ class ConvPartition(Partition):
     def __init__(self, layer: Any) -> None:
         self.layer = layer
         self.degree = int(layer.world_size)
+        self.rank = int(layer.rank)
         self.shapes_known = {} if layer.conv.bias is not None else {"bias": None}
 
     def run(self, rank: int, weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
@@ -106,7 +115,8 @@ class ConvPartition(Partition):
         names = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
         conv = SimpleNamespace(weight=weight, bias=bias, **{name: getattr(live, name) for name in names})
         # The function builds a convolution to put the shard into; on the meta device that draws no random numbers.
-        with torch.no_grad(), torch.device("meta"):
+        with torch.no_grad(), torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             clone.shard_weights(conv)
         found = clone.conv
         return {"weight": found.weight.detach(), "bias": None if bias is None else found.bias.detach()}

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-import torch
-
 from deepspeed_affine.errors import AffineError, UnsupportedLayoutError
 from deepspeed_affine.hooks.partitions import Partition
+from deepspeed_affine.hooks.thin import found_map, shape_on
 from deepspeed_affine.ir import ParamAffineMap, replicated_map
-from deepspeed_affine.lowering import probe
 
 __all__ = ["Prober"]
 
@@ -57,11 +55,11 @@ class Prober:
         # The bias does not change how a weight is cut, while some functions read the weight to cut a bias.
         weight = self._full_shape(partition, shards, "weight")
         if attribute == "weight":
-            return probe(partition.function(attribute, {"bias": None}), weight, partition.degree)
+            return found_map(partition.function(attribute, {"bias": None}), weight, partition.degree)
         if _divides_bias(partition):
             return replicated_map(shards["bias"][0], partition.degree, 1.0 / partition.degree).canonical()
         full = self._full_shape(partition, shards, "bias")
-        return probe(partition.function(attribute, {"weight": weight}), full, partition.degree)
+        return found_map(partition.function(attribute, {"weight": weight}), full, partition.degree)
 
     def _full_shape(self, partition: Partition, shards: dict[str, Shards], attribute: str) -> Shape:
         known = partition.shapes_known.get(attribute)
@@ -79,7 +77,7 @@ class Prober:
 
         def fits(full: Shape) -> bool:
             try:
-                return all(_shape_on(cut, full, rank) == shape for rank, shape in enumerate(shards[attribute]))
+                return all(shape_on(cut, full, rank) == shape for rank, shape in enumerate(shards[attribute]))
             except Exception:
                 return False
 
@@ -91,7 +89,7 @@ class Prober:
             if not fits(full):
                 continue
             try:
-                probe(cut, full, partition.degree)
+                found_map(cut, full, partition.degree)
             except AffineError:
                 continue
             return full
@@ -114,11 +112,6 @@ def _divides_bias(partition: Any) -> bool:
     return yuan is not None and type(layer)._tp_partition is vars(yuan).get("_tp_partition")
 
 
-def _shape_on(cut: Any, full: Shape, rank: int) -> Shape:
-    found = cut(torch.empty(full, device="meta"), rank)
-    return tuple(found.shape)
-
-
 def _joined(shards: Shards) -> Iterator[Shape]:
     """Shapes of F when the shards join along one axis, or are F itself; then the same for an F that is transposed."""
     first = shards[0]
@@ -135,12 +128,12 @@ def _solved(cut: Any, shards: Shards) -> Iterator[Shape]:
     for axis in range(len(shards[0])):
         held = sum(shape[axis] for shape in shards)
         try:
-            doubled = sum(_shape_on(cut, _with(shards[0], axis, held), rank)[axis] for rank in range(len(shards)))
+            doubled = sum(shape_on(cut, _with(shards[0], axis, held), rank)[axis] for rank in range(len(shards)))
         except Exception:
             continue
-        if doubled:
-            yield _with(shards[0], axis, held * held // doubled)
-        yield _with(shards[0], axis, max(0, held - (doubled - held) // len(shards)))
+        for extent in (held * held // max(1, doubled), held - (doubled - held) // len(shards)):
+            if extent > 0:
+                yield _with(shards[0], axis, extent)
 
 
 def _between(shards: Shards) -> Iterator[Shape]:
