@@ -151,6 +151,12 @@ class _Load:
         faults.extend(self.refused)
         matching = match_params(self.lives, aliases_of(self.engine.module), self.known, self.offered)
         self._one_sided(matching, faults)
+        if self.with_states and not self.offered.place(self._groups(matching.taken)):
+            self.report.left(
+                "optimizer states",
+                "the checkpoint was saved without ZeRO, which stores them by position, and the engine's parameter "
+                "groups have other numbers or shapes",
+            )
         planning = Planning(self.offered, matching.taken, self.strictness, faults, self.report)
         self.parts = [PartitionLoad(partition, planning, self.with_states) for partition in self.cut]
         stepped = {name for partition in self.cut for name in partition.members}
@@ -165,6 +171,14 @@ class _Load:
         self.buffers = list(BufferLoad.all_of(self.engine.module, planning))
         if self.with_states:
             self._match_groups(faults)
+
+    def _groups(self, taken: Mapping[str, LiveParam]) -> list[list[LiveParam]]:
+        """The parameters of every group, in the order in which an optimizer without ZeRO would number them."""
+        groups: dict[int, dict[str, LiveParam]] = {}
+        for partition in self.cut:
+            row = groups.setdefault(partition.group, {})
+            row.update((name, taken[name]) for name in partition.members if name in taken)
+        return [list(groups[at].values()) for at in sorted(groups)]
 
     def _one_sided(self, matching: Matching, faults: Faults) -> None:
         for name, why in matching.missing.items():

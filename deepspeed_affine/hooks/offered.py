@@ -15,6 +15,7 @@ from deepspeed_affine.errors import CheckpointFormatError
 from deepspeed_affine.execute.checkpoint import DIMENSIONS
 from deepspeed_affine.execute.model_file import UC_INFO, ModelFile, read_model_file
 from deepspeed_affine.execute.shards import ShardPart
+from deepspeed_affine.hooks.positional import positional_states
 from deepspeed_affine.hooks.stored_params import FP32, STEP, StoredParams, is_same_view
 from deepspeed_affine.ir import AffinePiece
 from deepspeed_affine.lowering.policy import ScaledStates
@@ -47,6 +48,7 @@ class Offered:
         self.reader = ByteReader()
         self.stored = StoredParams(join(folder.path, "zero"), scaled_states)
         self._numbers: dict[str, dict[str, Number]] = {}
+        self._by_position: dict[str, dict[str, Any]] = {}
 
     def close(self) -> None:
         """After this no file is open."""
@@ -64,13 +66,17 @@ class Offered:
         return FP32 in self.folder.states.get(name, ()) or self._elsewhere(name) is not None
 
     def state_names(self, name: str) -> tuple[str, ...]:
-        """The optimizer states of a parameter that have a file, numbers among them."""
-        return tuple(state for state in self.folder.states.get(name, ()) if state != FP32)
+        """The optimizer states of a parameter that are stored, numbers among them."""
+        found = {**self.folder.states.get(name, {}), **self._by_position.get(name, {})}
+        return tuple(state for state in found if state != FP32)
 
-    @cached_property
-    def has_states(self) -> bool:
-        """Whether any parameter has an optimizer state."""
-        return any(self.state_names(name) for name in self.folder.states)
+    def place(self, groups: Sequence[Sequence[LiveParam]]) -> bool:
+        """Take states that are stored by position to be of the parameters of ``groups``; False where they are not."""
+        if self._is_zero3 or len(self.folder.model_files) > 1:
+            return True
+        found = positional_states(self.model.root, groups)
+        self._by_position = found or {}
+        return found is not None
 
     # ---------------------------------------------------------------- model-state files
 
@@ -168,10 +174,14 @@ class Offered:
         if known is not None:
             return known
         found: dict[str, Number] = {}
-        for state in self.state_names(live.universal):
-            value = self.stored.number(live, state)
+        for state in self.folder.states.get(live.universal, ()):
+            value = self.stored.number(live, state) if state != FP32 else None
             if value is not None:
                 found[state] = value
+        for state, value in self._by_position.get(live.universal, {}).items():
+            number = self._number(value)
+            if number is not None:
+                found[state] = number
         if STEP not in found:
             found = {**dict(self._numbers_of_sub_group(live)), **found}
         self._numbers[live.universal] = found
@@ -186,9 +196,16 @@ class Offered:
         entry = states.get(next(held, None))
         # A checkpoint saved by a rank without the parameter says nothing of it; no other sub-group's number is its.
         for state, value in (entry or {}).items():
-            number = read_number(value, self.reader) if isinstance(value, TensorRef) and not value.shape else value
-            if isinstance(number, (int, float)) and not isinstance(number, bool):
-                yield state, _as_tensor(number, value) if isinstance(value, TensorRef) else number
+            number = self._number(value)
+            if number is not None:
+                yield state, number
+
+    def _number(self, value: Any) -> Number:
+        """``value`` where it is one number, a tensor where it was stored as one."""
+        number = read_number(value, self.reader) if isinstance(value, TensorRef) and not value.shape else value
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            return None
+        return _as_tensor(number, value) if isinstance(value, TensorRef) else number
 
     def group_step(self, live: LiveParam) -> Number:
         """The step that the parameter's saved group counts for all of its parameters, None where it does not."""
@@ -200,7 +217,10 @@ class Offered:
     # ---------------------------------------------------------------- elements
 
     def part(self, live: LiveParam, state: str, start: int, numel: int) -> ShardPart | None:
-        """As ``StoredParams.part``, also for weights that only the model-state files have."""
+        """As ``StoredParams.part``, also for what only the model-state files have."""
+        placed = self._by_position.get(live.universal, {}).get(state)
+        if placed is not None:
+            return ShardPart(placed, live.layout, live.rank, start, numel)
         if state == FP32 and FP32 not in self.folder.states.get(live.universal, ()):
             return self._part_elsewhere(live, start, numel)
         part = self.stored.part(live, state, start, numel)
@@ -210,10 +230,25 @@ class Offered:
 
     def fill(self, live: LiveParam, state: str, start: int, out: torch.Tensor) -> None:
         """``out`` (flat) holds the elements of this rank's flattened shard from ``start`` on."""
-        if state == FP32 and FP32 not in self.folder.states.get(live.universal, ()):
-            self._part_elsewhere(live, start, out.numel()).fill(out, self.reader)
-        else:
+        if self._is_below_zero(live, state):
             self.stored.fill(live, state, start, out)
+            return
+        part = self.part(live, state, start, out.numel())
+        if part is not None:
+            part.fill(out, self.reader)
+
+    def dtype(self, live: LiveParam, state: str) -> torch.dtype:
+        """The dtype in which the state is stored."""
+        import torch
+
+        placed = self._by_position.get(live.universal, {}).get(state)
+        found: torch.dtype = self.stored.dtype(live, state) if placed is None else getattr(torch, placed.dtype)
+        return found
+
+    def _is_below_zero(self, live: LiveParam, state: str) -> bool:
+        return state in self.folder.states.get(live.universal, ()) and state not in self._by_position.get(
+            live.universal, ()
+        )
 
     def whole(self, name: str) -> TensorRef | None:
         """A tensor kept whole under that name (a buffer), in whichever file."""

@@ -23,9 +23,10 @@ __all__ = ["Fragment", "Partition", "fragments", "inner_optimizer", "partitions"
 class Partition:
     """One tensor that the inner optimizer steps, which is also the key of its states: ``optimizer.state[tensor]``.
 
-    ``group`` is its parameter group. ``members`` are the parameters cut over it and its like on other ranks, of which
-    ``fragments`` are the pieces in this one; between and after them lies padding. ``whole`` are, where Muon's momentum
-    keeps every parameter that touches the partition whole (ZeRO-1 and 2), the places of those in it.
+    ``group`` is its parameter group. ``members`` are the parameters cut over it and its like on other ranks, in the
+    group's order; ``fragments`` are the pieces of them in this one. Between and after these lies padding. ``whole``
+    are, where Muon's momentum keeps every parameter that touches the partition whole (ZeRO-1 and 2), the places of
+    those in it.
     """
 
     group: int
@@ -166,7 +167,7 @@ def _zero12(optimizer: Any, names: Mapping[int, str]) -> list[Partition]:
     for group, tensor in enumerate(optimizer.single_partition_of_fp32_groups):
         ordered = optimizer.round_robin_bit16_groups[group]
         offsets = getattr(optimizer, "round_robin_bit16_offsets", None)
-        partition = Partition(group, tensor, optimizer.optimizer, _names(ordered, names))
+        partition = Partition(group, tensor, optimizer.optimizer, _names(optimizer.bit16_groups[group], names))
         _cut(partition, ordered, offsets[group] if offsets else _end_to_end(ordered), optimizer, names)
         if optimizer.optimizer.param_groups[group].get("use_muon", False) and not optimizer.cpu_offload:
             start = 0

@@ -166,7 +166,7 @@ class PartitionLoad:
 
     def _add(self, live: LiveParam, state: str) -> None:
         if self.kept is None or state in self.kept:
-            self.states.setdefault(state, self.planning.offered.stored.dtype(live, state))
+            self.states.setdefault(state, self.planning.offered.dtype(live, state))
 
     def _settle_numbers(self, live: LiveParam) -> None:
         """The partition's one number of each kind; the parameters in it must agree on it."""

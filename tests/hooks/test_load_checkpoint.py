@@ -20,7 +20,12 @@ KINDS = {
     "zero1 aligned": (1, {"zero": {"parameter_alignment": True}}),
     "zero2 round robin": (2, {"zero": {"round_robin_gradients": True}}),
     "zero0": (0, {}),
+    "zero0 bf16": (0, {"dtype": "bf16"}),
+    "zero1 bf16": (1, {"dtype": "bf16"}),
+    "zero3 bf16": (3, {"dtype": "bf16"}),
+    "bf16 optimizer": (1, {"dtype": "bf16", **BF16_OPTIMIZER}),
 }
+PAIRS = [(a, b) for a in KINDS for b in KINDS if ("bf16" in a) == ("bf16" in b)]
 
 
 def save(engine, folder, *, tag="saved", client_state=None):
@@ -77,8 +82,7 @@ def saved(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("target", KINDS)
-@pytest.mark.parametrize("source", [kind for kind in KINDS if kind != "zero0"])
+@pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_every_optimizer_continues_what_every_other_saved(saved, source, target):
     universal, before, losses, after = saved(source)
     stage, options = KINDS[target]
@@ -94,4 +98,4 @@ def test_every_optimizer_continues_what_every_other_saved(saved, source, target)
         assert next_losses == losses
         assert differences(held(engine), after) == []
     # Another cut lets torch add up in another order.
-    assert next_losses == pytest.approx(losses, rel=1e-6)
+    assert next_losses == pytest.approx(losses, rel=1e-3 if "bf16" in source else 1e-6)
