@@ -15,6 +15,7 @@ __all__ = ["ds_affine", "ds_to_universal"]
 VERBS = {
     "demo": "train a tiny model, convert its checkpoint and show that DeepSpeed's converter agrees",
     "diff": "compare two folders: layouts by layout id, contents by bytes, checkpoints and universal folders",
+    "export": "write a checkpoint's weights as an NInfer container or as safetensors, streamed",
     "inspect": "describe a checkpoint folder from its metadata: topology, files, parameters, what is missing",
     "ninfer": "describe, check, take apart and split NInfer v3 containers",
     "parity": "run DeepSpeed's converter and ours on one checkpoint and compare every file",

@@ -1,0 +1,155 @@
+"""Weights streamed into sharded safetensors files with an index, in a new folder that appears when it is complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from deepspeed_affine.commands.export_weights import FLOATS, Weight, Weights
+from deepspeed_affine.errors import PolicyError, UnsupportedLayoutError
+from deepspeed_affine.execute.gather import word_of
+from deepspeed_affine.execute.typed import convert_dtype
+from deepspeed_affine.storage.dtypes import item_size
+from deepspeed_affine.storage.durable import fsync_folder, fsync_folders
+
+__all__ = ["INDEX", "export_safetensors"]
+
+INDEX = "model.safetensors.index.json"
+_BLOCK_ELEMENTS = 1 << 20
+_CODES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+
+
+def export_safetensors(
+    weights: Weights,
+    folder: str,
+    *,
+    dtype: str = "float32",
+    max_file_bytes: int | None = None,
+    durable: bool = True,
+    progress: Callable[[int], None] = lambda elements: None,
+) -> list[str]:
+    """The folder holds all weights, floats as ``dtype``; returns the names of its files.
+
+    Files are filled in order up to ``max_file_bytes`` of tensors; one that is larger has a file of its own. Tied names
+    are written once, and the header says which they are. Raises PolicyError where something is at ``folder`` already.
+    """
+    target = os.path.abspath(folder)
+    if os.path.lexists(target):
+        raise PolicyError(f"{folder}: exists; expected no such folder, since nothing is overwritten.", file=folder)
+    files = _split(weights, dtype, max_file_bytes)
+    names = ["model.safetensors"]
+    if len(files) > 1:
+        names = [f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))]
+    private = tempfile.mkdtemp(
+        prefix=f".{os.path.basename(target)[:60]}.", suffix=".partial", dir=os.path.dirname(target)
+    )
+    try:
+        for name, held in zip(names, files, strict=True):
+            _write_file(os.path.join(private, name), held, weights, dtype, durable, progress)
+        if len(files) > 1:
+            place = {weight.name: name for name, held in zip(names, files, strict=True) for weight in held}
+            total = sum(_bytes(weight, dtype) for weight in weights.weights.values())
+            index = {"metadata": {"total_size": total}, "weight_map": place}
+            with open(os.path.join(private, INDEX), "w", encoding="utf-8") as file:
+                file.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            names.append(INDEX)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(private, 0o777 & ~mask)
+        if durable:
+            fsync_folders(private)
+        os.rename(private, target)
+    except BaseException:
+        shutil.rmtree(private, ignore_errors=True)
+        raise
+    if durable:
+        fsync_folder(os.path.dirname(target))
+    return names
+
+
+def _split(weights: Weights, dtype: str, limit: int | None) -> list[list[Weight]]:
+    files: list[list[Weight]] = [[]]
+    held = 0
+    for weight in weights.weights.values():
+        if _written(weight, dtype) not in _CODES:
+            raise UnsupportedLayoutError(
+                f"{weight.name}: is {weight.dtype}, which safetensors has no name for; expected a common dtype.",
+                param=weight.name,
+            )
+        size = _bytes(weight, dtype)
+        if limit is not None and files[-1] and held + size > limit:
+            files.append([])
+            held = 0
+        files[-1].append(weight)
+        held += size
+    return files
+
+
+def _written(weight: Weight, dtype: str) -> str:
+    """The dtype it is written as: integers and flags stay what they are."""
+    return dtype if weight.dtype in FLOATS else weight.dtype
+
+
+def _bytes(weight: Weight, dtype: str) -> int:
+    return weight.numel * item_size(_written(weight, dtype))
+
+
+def _write_file(
+    path: str,
+    held: Sequence[Weight],
+    weights: Weights,
+    dtype: str,
+    durable: bool,
+    progress: Callable[[int], None],
+) -> None:
+    inside = {weight.name for weight in held}
+    tied = {alias: name for alias, name in weights.aliases.items() if name in inside}
+    header: dict[str, Any] = {"__metadata__": {**tied, "format": "pt"}}
+    # As the library orders them: wide elements first, so that every tensor is aligned to its own.
+    ordered = sorted(held, key=lambda weight: (-item_size(_written(weight, dtype)), weight.name))
+    at = 0
+    for weight in ordered:
+        size = _bytes(weight, dtype)
+        kind = _CODES[_written(weight, dtype)]
+        header[weight.name] = {"dtype": kind, "shape": list(weight.shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    with open(path, "xb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for weight in ordered:
+            kind = _written(weight, dtype)
+            for _, words in weight.blocks(_BLOCK_ELEMENTS):
+                if kind != weight.dtype:
+                    word, _ = word_of(item_size(kind))
+                    converted = np.empty(len(words), word)
+                    convert_dtype(words, weight.dtype, kind, converted)
+                    words = converted
+                file.write(words.data)
+                progress(len(words))
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())

@@ -1,0 +1,237 @@
+"""``ds_affine export`` on small universal folders: every format, recipes, refusals, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from deepspeed_affine import ninfer
+from deepspeed_affine.cli import ds_affine
+
+TENSORS = {
+    "embed.weight": torch.randn(300, 128, generator=torch.Generator().manual_seed(1)),
+    "layer.q": torch.randn(256, 128, generator=torch.Generator().manual_seed(2)),
+    "layer.k": torch.randn(128, 128, generator=torch.Generator().manual_seed(3)),
+    "layer.norm": torch.ones(128),
+    "mtp.proj": torch.randn(128, 128, generator=torch.Generator().manual_seed(4)),
+    "scale": torch.tensor(0.5),
+    "half": torch.arange(6, dtype=torch.float16).reshape(2, 3),
+    "steps": torch.tensor([3, 4], dtype=torch.int32),
+}
+
+
+@pytest.fixture
+def universal(tmp_path):
+    folder = tmp_path / "universal"
+    for name, tensor in TENSORS.items():
+        (folder / "zero" / name).mkdir(parents=True)
+        torch.save({"param": tensor, "cat_dim": 0}, folder / "zero" / name / "fp32.pt")
+        torch.save({"param": torch.zeros_like(tensor)}, folder / "zero" / name / "exp_avg.pt")
+    torch.save({}, folder / "zero" / "optimizer_state.pt")
+    return folder
+
+
+def export(folder, target, *options, to="ninfer"):
+    return ds_affine(["export", "--to", to, "--input_folder", str(folder), "--output", str(target), *options])
+
+
+def test_without_a_recipe_every_weight_is_an_object(universal, tmp_path, capsys):
+    target = tmp_path / "m.ninfer"
+    assert export(universal, target, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] == len(TENSORS)
+    with ninfer.open(target) as artifact:
+        artifact.validate()
+        assert list(artifact.components) == ["text"]
+        assert not artifact.uses
+        assert set(artifact.bindings) == set(TENSORS)
+        assert artifact.provenance["source"] == {"kind": "universal", "folder": "universal"}
+        for name, tensor in TENSORS.items():
+            assert artifact.bindings[name] == ninfer.Binding(name)
+            assert artifact.objects[name].format == ("int32" if name == "steps" else "fp32")
+            assert np.array_equal(artifact.read_parameter(name, tensor.shape), tensor.to(torch.float32).numpy())
+
+
+@pytest.mark.parametrize("name", ["bf16", "q4_g64_fp16", "q5_g64_fp16", "q6_g64_fp16", "q8_g32_fp16", "nvfp4",
+                                  "fp8_e4m3fn_row_bf16"])  # fmt: skip
+def test_every_format(name, universal, tmp_path, capsys):
+    target = tmp_path / "m.ninfer"
+    assert export(universal, target, "--format", name, "--max-file-bytes", "32768") == 0
+    said = capsys.readouterr().out
+    with ninfer.open(target) as artifact:
+        artifact.validate()
+        assert len(artifact.files) > 1
+        for weight in ("layer.q", "mtp.proj"):
+            values = TENSORS[weight].numpy()
+            if name == "bf16":
+                expected = TENSORS[weight].to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+            else:
+                expected = ninfer.encode(name, values).tobytes()
+            assert artifact.read_encoded(weight) == expected
+        if name != "bf16":
+            assert artifact.objects["layer.norm"].format == "fp32"
+            assert "layer.norm: kept as fp32" in said
+        assert artifact.objects["steps"].format == "int32"
+        if name == "nvfp4":
+            # 300 rows are no multiple of 128.
+            assert artifact.objects["embed.weight"].format == "fp32"
+
+
+RECIPE = {
+    "components": {
+        "text": {"config": {"architectures": ["Toy"]}, "resources": {"tokenizer.json": "r.tok"}},
+        "mtp": {"config": {}, "target": "text"},
+    },
+    "resources": {"r.tok": "tok.json"},
+    "objects": [{"id": "w.qk", "parameters": ["layer.q", "layer.k"], "format": "q5_g64_fp16"}],
+    "bindings": {
+        "text/embedding": "embed.weight",
+        "text/head": "embed.weight",
+        "text/query": "layer.q",
+        "text/key": "layer.k",
+        "text/first_rows": {"parts": [{"object": "w.qk", "range": [0, 256]}]},
+        "mtp/proj": "mtp.proj",
+        "mtp/head": "embed.weight",
+    },
+    "uses": [{"parameter": "text/query", "input": "text/in", "activation_policy": "AllowA8"}],
+    "format": "bf16",
+    "formats": {"mtp.proj": "q8_g32_fp16"},
+    "rest": "leave",
+    "metadata": {"name": "toy"},
+    "provenance": {"recipe": "a test"},
+}
+
+
+def with_recipe(universal, tmp_path, recipe):
+    (tmp_path / "tok.json").write_bytes(b"{}")
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    return export(universal, tmp_path / "m.ninfer", "--recipe", str(tmp_path / "recipe.json"))
+
+
+def test_a_recipe(universal, tmp_path):
+    recipe = {**RECIPE, "rest": "each", "bindings": {**RECIPE["bindings"], "text/norm": "layer.norm"}}
+    assert with_recipe(universal, tmp_path, recipe) == 0
+    with ninfer.open(tmp_path / "m.ninfer") as artifact:
+        artifact.validate()
+        assert artifact.read_resource("text", "tokenizer.json") == b"{}"
+        assert artifact.metadata == {"name": "toy"}
+        assert artifact.provenance["recipe"] == "a test"
+        assert artifact.provenance["encoders"]["q5_g64_fp16"] == "MAXABS_F16_RECIP_RNE_V1"
+        assert artifact.uses_of("text/query")[0].activation_policy.value == "AllowA8"
+        both = torch.cat([TENSORS["layer.q"], TENSORS["layer.k"]]).numpy()
+        assert artifact.read_encoded("w.qk") == ninfer.encode("q5_g64_fp16", both).tobytes()
+        values = artifact.read("w.qk")
+        assert np.array_equal(artifact.read_parameter("text/query", (256, 128)), values[:256])
+        assert np.array_equal(artifact.read_parameter("text/key", (128, 128)), values[256:])
+        assert artifact.bindings["text/head"] == artifact.bindings["mtp/head"] == ninfer.Binding("embed.weight")
+        assert artifact.objects["mtp.proj"].format == "q8_g32_fp16"
+        # What the recipe does not name keeps its own name.
+        assert "scale" in artifact.bindings
+
+
+def test_the_rest_can_be_left(universal, tmp_path):
+    recipe = {
+        **RECIPE,
+        "objects": [
+            *RECIPE["objects"],
+            {"id": "w.embed", "parameters": ["embed.weight"]},
+            {"id": "w.mtp", "parameters": ["mtp.proj"]},
+        ],
+    }
+    assert with_recipe(universal, tmp_path, recipe) == 0
+    with ninfer.open(tmp_path / "m.ninfer") as artifact:
+        assert set(artifact.objects) == {"r.tok", "w.qk", "w.embed", "w.mtp"}
+        assert set(artifact.bindings) == set(RECIPE["bindings"])
+
+
+def fused(*names, bindings):
+    return {**RECIPE, "objects": [{"id": "w.x", "parameters": list(names), "format": "bf16"}], "bindings": bindings,
+            "uses": [], "rest": "each"}  # fmt: skip
+
+
+BAD = {
+    "text and mtp": fused("layer.q", "mtp.proj", bindings={"text/q": "layer.q", "mtp/p": "mtp.proj"}),
+    "text and proposal": fused("layer.q", "layer.k", bindings={"text/q": "layer.q", "proposal/head": "layer.k"}),
+    "mtp private beside shared": fused(
+        "layer.q", "mtp.proj", bindings={"text/q": "layer.q", "mtp/q": "layer.q", "mtp/p": "mtp.proj"}
+    ),
+    "unknown member": {**RECIPE, "extra": 1},
+    "unknown parameter": {**RECIPE, "bindings": {"x": "none"}},
+    "unknown object": {**RECIPE, "bindings": {"x": {"object": "none"}}},
+    "twice": {**RECIPE, "objects": [{"id": "a", "parameters": ["layer.q"]}, {"id": "b", "parameters": ["layer.q"]}]},
+    "shapes": {**RECIPE, "objects": [{"id": "a", "parameters": ["layer.q", "layer.norm"]}]},
+    "no list": {**RECIPE, "objects": [{"id": "a", "parameters": "layer.q"}]},
+    "floats of integers": {**RECIPE, "rest": "each", "formats": {"steps": "bf16"}},
+    "format": {**RECIPE, "formats": {"mtp.proj": "q9"}},
+    "ternary": {**RECIPE, "objects": [], "formats": {"layer.q": "t2_g128_fp16"}, "rest": "each"},
+    "two bit": {**RECIPE, "objects": [], "formats": {"layer.q": "q2_g64_fp16"}, "rest": "each"},
+    "formats of none": {**RECIPE, "rest": "each", "formats": {"none": "bf16"}},
+    "components": {**RECIPE, "components": {"text": {}}},
+    "uses": {**RECIPE, "uses": [{"parameter": "text/none", "input": "i"}]},
+    "rest": {**RECIPE, "rest": "some"},
+    "resource": {**RECIPE, "resources": {"r.tok": "absent.json"}},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_recipe_is_refused_and_nothing_is_left(name, universal, tmp_path, capsys):
+    assert with_recipe(universal, tmp_path, BAD[name]) == 2
+    said = capsys.readouterr().err
+    assert "internal error" not in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["recipe.json", "tok.json", "universal"]
+    if "beside" in name or " and " in name:
+        assert "objects of its own" in said
+
+
+def test_shared_data_of_two_components_is_no_mixture(universal, tmp_path):
+    recipe = fused("layer.q", "layer.k", bindings={"text/q": "layer.q", "mtp/q": "layer.q", "text/k": "layer.k"})
+    assert with_recipe(universal, tmp_path, recipe) == 0
+
+
+def test_safetensors(universal, tmp_path):
+    target = tmp_path / "hf"
+    assert export(universal, target, to="safetensors") == 0
+    assert [path.name for path in target.iterdir()] == ["model.safetensors"]
+    found = load_file(target / "model.safetensors")
+    assert set(found) == set(TENSORS)
+    for name, tensor in TENSORS.items():
+        expected = tensor if name == "steps" else tensor.to(torch.float32)
+        assert found[name].dtype is expected.dtype
+        assert torch.equal(found[name], expected)
+    assert export(universal, target, to="safetensors") == 2
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_safetensors_in_many_files(kind, universal, tmp_path):
+    target = tmp_path / "hf"
+    assert export(universal, target, "--format", kind, "--max-file-bytes", "70000", to="safetensors") == 0
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) == len(list(target.iterdir())) - 1 > 2
+    total = 0
+    for name, file in index["weight_map"].items():
+        tensor = load_file(target / file)[name]
+        expected = TENSORS[name] if name == "steps" else TENSORS[name].to(torch.float32).to(getattr(torch, kind))
+        assert torch.equal(tensor, expected)
+        total += tensor.nbytes
+    assert index["metadata"]["total_size"] == total
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--to", "safetensors", "--format", "q4_g64_fp16"], ["--to", "safetensors", "--objects", "shards"],
+        ["--to", "ninfer", "--format", "q4"], ["--to", "ninfer", "--format", "int32"],
+        ["--to", "ninfer", "--recipe", "none.json"],
+        ["--to", "ninfer", "--max-file-bytes", "100"], ["--to", "ninfer", "--output", ""],
+        ["--to", "ninfer", "--output", "s3://x/y"], ["--to", "ninfer", "--input_folder", "none"],
+    ],
+)  # fmt: skip
+def test_bad_options(options, universal, tmp_path, capsys):
+    before = sorted(path.name for path in tmp_path.iterdir())
+    arguments = ["export", "--input_folder", str(universal), "--output", str(tmp_path / "x"), *options]
+    assert ds_affine(arguments) == 2
+    assert "internal error" not in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
