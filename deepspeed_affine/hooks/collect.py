@@ -60,12 +60,13 @@ def collect_autotp_universal_checkpoint_info(
         whole = [param.universal for param in params if param.source == "untouched" or _is_native(param)]
         legacy.add(keys.TP_REPLICATED, whole)
         legacy.measure_vocabulary(params)
+        legacy.write_widths(params)
     else:
         legacy.record_padding(params)
-    legacy.agree_with(param for param in params if param.source != "experts" or _is_native(param))
-    legacy.list_unsupported({name: fault for stage in stages for name, fault in stage.refused.items()})
     if legacy.widths_are_written():
         entries[keys.VERSION] = UCP_VERSION
+    legacy.agree_with(param for param in params if param.source != "experts" or _is_native(param))
+    legacy.list_unsupported({name: fault for stage in stages for name, fault in stage.refused.items()})
     maps = {param.universal: param.layout for param in params}
     entries[keys.AFFINE_MAP] = write_document(maps, "params" if by_layers else "draft")
     return entries

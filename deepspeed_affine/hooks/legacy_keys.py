@@ -13,6 +13,7 @@ from deepspeed_affine.errors import AffineError
 from deepspeed_affine.hooks.layouts import LiveParam
 from deepspeed_affine.ir import ParamAffineMap, exact_name, pattern_of, replicated_map
 from deepspeed_affine.lowering import UcInfo, keys, lower_param
+from deepspeed_affine.lowering.sub_params import resolve_sub_params
 
 __all__ = ["LegacyKeys"]
 
@@ -72,6 +73,32 @@ class LegacyKeys:
         for param in params:
             if not _says(info, param):
                 self._only_a_map(param)
+
+    def write_widths(self, params: Iterable[LiveParam]) -> None:
+        """Sub-parameter rules that name one parameter state physical widths, and its ranks' widths stand beside them.
+
+        Versions before 0.19.6 publish the number of sub-parameters instead, and cut only evenly.
+        """
+        info = UcInfo.parse({**self.entries, keys.UNSUPPORTED: {}})
+        widths = dict(self.entries.get(keys.SHARD_WIDTHS) or {})
+        for param in params:
+            found = info.sub_param_rule(param.universal)
+            if found is None or found[1] in widths or found[0].stored_patterns != [pattern_of(param.universal)]:
+                continue
+            rule, pattern = found
+            try:
+                layout = resolve_sub_params(info, rule, pattern, param.universal, _shapes(param.layout))
+            except AffineError:
+                continue
+            shape = list(rule.stored_shape)
+            shape[rule.partition_dim] = layout.sizes
+            widths[pattern] = [list(row) for row in layout.widths]
+            self.entries[keys.SUB_PARAMS] = [
+                {**one, "shape": shape} if isinstance(one, Mapping) and one.get("patterns") == [pattern] else one
+                for one in self.entries[keys.SUB_PARAMS]
+            ]
+        if widths:
+            self.entries[keys.SHARD_WIDTHS] = widths
 
     def list_unsupported(self, refused: Mapping[str, AffineError]) -> None:
         """What cannot be described is listed with the reason, and nowhere else; what now is described is not listed."""
@@ -136,10 +163,14 @@ def _says(info: UcInfo, param: LiveParam) -> bool:
     """Whether the lists alone put the same elements of F at the same addresses of each shard as the map does."""
     layout = param.layout
     try:
-        found = lower_param(info, param.universal, [layout.shard_shapes[rank] for rank in layout.ranks]).map
+        found = lower_param(info, param.universal, _shapes(layout)).map
     except AffineError:
         return False
     return found.numel == layout.numel and dict(found.pieces_by_rank) == dict(layout.pieces_by_rank)
+
+
+def _shapes(layout: ParamAffineMap) -> list[tuple[int, ...]]:
+    return [layout.shard_shapes[rank] for rank in layout.ranks]
 
 
 def _is_multiple(layout: ParamAffineMap) -> bool:
