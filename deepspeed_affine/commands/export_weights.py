@@ -167,8 +167,9 @@ def _universal(side: UniversalSide, reader: ByteReader, source_crc: bool) -> Wei
     frozen = sorted({name for file in side.models for name in file.frozen_fragments} - known)
     if frozen:
         raise UnsupportedLayoutError(
-            f"{side.path}: keeps {counted(len(frozen), 'frozen parameter')}, {frozen[0]!r} the first, in its model-state "
-            "files only, in partitions; expected a file for each. Export from the checkpoint it was converted from.",
+            f"{side.path}: keeps {counted(len(frozen), 'frozen parameter')}, {frozen[0]!r} the first, in its "
+            "model-state files only, in partitions; expected a file for each. Export from the "
+            "checkpoint it was converted from.",
             file=side.path,
         )
     if source_crc:

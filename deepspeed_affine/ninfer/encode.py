@@ -41,6 +41,7 @@ ENCODERS = {
 """How values become codes, by format, as provenance names it; formats left out keep every bit or take codes only."""
 
 _BLOCK_ELEMENTS = 1 << 18
+_CACHED = 1 << 16
 _NVFP4_TOP = 2688.0
 
 
@@ -54,13 +55,13 @@ def encode(format_name: str, values: Any, divisors: int = 1) -> U8:
     """
     array = np.asarray(values)
     geometry = plan_geometry(format_name, None, array.shape, divisors)
+    if geometry.layout == CONTIGUOUS:
+        words = words_of(format_name, array)
+        return words.copy() if np.shares_memory(words, array) else words
     return join(geometry, _regions(geometry, array))
 
 
 def _regions(geometry: Geometry, array: Values) -> Iterator[Region]:
-    if geometry.layout == CONTIGUOUS:
-        yield 0, words_of(geometry.format, array)
-        return
     matrix = geometry.rows // geometry.divisors
     step = max(1, _BLOCK_ELEMENTS // geometry.columns // geometry.row_unit) * geometry.row_unit
     for start in range(0, geometry.rows, matrix):
@@ -82,19 +83,33 @@ def words_of(format_name: str, values: Values) -> U8:
     """The little-endian bytes of directly stored elements, every bit kept."""
     array = np.asarray(values)
     if format_name == "bf16" and array.dtype == np.float32:
-        words = np.ascontiguousarray(array).view(np.uint32)
-        if (words & np.uint32(0xFFFF)).any():
-            raise ValueDomainError(
-                "bf16: a float32 value is no bfloat16; expected such ones. Round with round_to_bf16."
-            )
-        array = (words >> np.uint32(16)).astype(np.uint16)
+        array = _halves(np.ascontiguousarray(array).view(np.uint32).reshape(-1)).reshape(array.shape)
     wanted = {"bf16": "<u2", "fp32": "<f4", "int32": "<i4"}[format_name]
     if array.dtype.kind != wanted[1] or array.dtype.itemsize != DIRECT[format_name]:
         raise ValueDomainError(f"{format_name}: has values of type {array.dtype}; expected {np.dtype(wanted)}.")
     # As words, because a float move may quieten a NaN.
     word = f"u{DIRECT[format_name]}"
-    packed = np.ascontiguousarray(array).view(array.dtype.byteorder.replace("|", "=") + word).astype(f"<{word}")
+    packed = (
+        np.ascontiguousarray(array).view(array.dtype.byteorder.replace("|", "=") + word).astype(f"<{word}", copy=False)
+    )
     return packed.reshape(-1).view(np.uint8)
+
+
+def _halves(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint16]:
+    """The bfloat16 words of float32 ones, which have to be bfloat16 numbers already."""
+    found = np.empty(len(words), np.uint16)
+    scratch = np.empty(min(len(words), _CACHED), np.uint32)
+    for low in range(0, len(words), _CACHED):
+        piece = words[low : low + _CACHED]
+        part = scratch[: len(piece)]
+        np.bitwise_and(piece, np.uint32(0xFFFF), out=part)
+        if part.any():
+            raise ValueDomainError(
+                "bf16: a float32 value is no bfloat16; expected such ones. Round with round_to_bf16."
+            )
+        np.right_shift(piece, np.uint32(16), out=part)
+        np.copyto(found[low : low + _CACHED], part, casting="unsafe")
+    return found
 
 
 def encode_rows(geometry: Geometry, row: int, values: Any, divisor: Any = None) -> list[Region]:
