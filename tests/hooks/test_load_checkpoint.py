@@ -8,6 +8,8 @@ import torch
 
 import deepspeed_affine
 from deepspeed_affine.cli import ds_to_universal
+from deepspeed_affine.errors import UnsupportedLayoutError
+from deepspeed_affine.ir import AffinePiece, ParamAffineMap
 
 BF16_OPTIMIZER = {"data_types": {"grad_accum_dtype": "fp32"}}
 KINDS = {
@@ -99,3 +101,31 @@ def test_every_optimizer_continues_what_every_other_saved(saved, source, target)
         assert differences(held(engine), after) == []
     # Another cut lets torch add up in another order.
     assert next_losses == pytest.approx(losses, rel=1e-3 if "bf16" in source else 1e-6)
+
+
+QUARTER = ParamAffineMap((10,), {0: (10,)}, {0: [AffinePiece((10,), 0, (1,), 0, (1,), (0,), 0.25)]})
+SCALED = {
+    "universal_checkpoint_version": 0.5,
+    "affine_map": {"version": 1, "params": {r"^up\.bias$": QUARTER.to_dict()}},
+}
+"""A bias held divided by four, as layers do that add it once a rank."""
+
+
+@pytest.mark.parametrize("policy", ["refuse", "reset", "power"])
+@pytest.mark.parametrize("target", ["zero1", "zero3", "zero0"])
+def test_states_of_a_parameter_held_scaled_follow_the_policy(saved, target, policy):
+    universal, before, *_ = saved("zero1")
+    engine = engines.make_engine(KINDS[target][0], seed=2)
+    if policy == "refuse":
+        with pytest.raises(UnsupportedLayoutError, match=r"'up\.bias'.*scaled_states='reset'"):
+            deepspeed_affine.load_checkpoint(engine, universal, info=SCALED)
+        return
+    report = deepspeed_affine.load_checkpoint(engine, universal, info=SCALED, scaled_states=policy)
+    now = held(engine)
+    assert torch.equal(now["up.bias:fp32"], before["up.bias:fp32"] * 0.25)
+    factor = {"reset": (0.0, 0.0), "power": (4.0, 16.0)}[policy]
+    assert torch.equal(now["up.bias:exp_avg"], before["up.bias:exp_avg"] * factor[0])
+    assert torch.equal(now["up.bias:exp_avg_sq"], before["up.bias:exp_avg_sq"] * factor[1])
+    assert torch.equal(now["up.weight:exp_avg"], before["up.weight:exp_avg"])
+    said = {row.what for row in report.not_restored}
+    assert said == ({"exp_avg of up.bias", "exp_avg_sq of up.bias"} if policy == "reset" else set())

@@ -173,7 +173,7 @@ def test_training_goes_on(loaded: Loaded, pair: str) -> None:
     facts, folder, source, _ = loaded(pair)
     before, now = held(source, facts.source.world), held(folder, facts.target.world)
     if facts.same_topology:
-        for saved, continued in zip(before, now, strict=True):
+        for rank, (saved, continued) in enumerate(zip(before, now, strict=True)):
             assert continued["next_losses"] == saved["next_losses"]
             assert continued["after"]["steps"] == saved["after"]["steps"]
             assert continued["after"]["step_types"] == saved["after"]["step_types"]
@@ -182,15 +182,19 @@ def test_training_goes_on(loaded: Loaded, pair: str) -> None:
                 for state, value in states.items():
                     rows = slice(None)
                     if name == "word_embeddings.weight" and facts.target.model == "hand_tp":
-                        rows = slice(0, real_rows(facts, now.index(continued), value.shape[0]))
+                        rows = slice(0, real_rows(facts, rank, value.shape[0]))
                     got = continued["after"]["params"][name][state][rows]
                     assert real_shards.same_bytes(value[rows], got), f"{name}:{state}"
         return
     if facts.unrestored is not None or facts.source.model in ("moe", "mixtral"):
         # Other states or hyperparameters, or tokens routed among those of another number of ranks.
         return
-    exact = {facts.source.dtype, facts.target.dtype} == {"fp32"}
-    assert now[0]["next_losses"] == pytest.approx(before[0]["next_losses"], rel=1e-6 if exact else 1e-3)
+    if facts.source.model_options.get("buffers") and facts.source.dp != facts.target.dp:
+        # Every rank normalises over its own part of the batch.
+        return
+    dtypes = {facts.source.dtype, facts.target.dtype}
+    tolerance = 1e-2 if len(dtypes) > 1 else 1e-6 if dtypes == {"fp32"} else 1e-3
+    assert now[0]["next_losses"] == pytest.approx(before[0]["next_losses"], rel=tolerance)
 
 
 @pytest.mark.parametrize("pair", REFUSED)
