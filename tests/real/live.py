@@ -29,6 +29,8 @@ PIPE_INFO = {
     "universal_checkpoint_version": 0.2,
     "pipeline_replicated_parameter_patterns": [r"tied_modules\.embed\.word_embeddings\.weight"],
 }
+# Muon has DeepSpeed build an extension first.
+TIMEOUT = 400.0
 _build_model = train.build_model
 
 
@@ -153,7 +155,7 @@ def run_pair(pair: Pair, root: Path) -> dict[str, Any]:
         "load": (pair.target.world, partial(run_load, pair.target, folder, dict(pair.attach or {}))),
     }
     for stage, (world, work) in stages.items():
-        outcomes = train.fork_ranks(world, work, folder / f"log_{stage}", train.CASE_TIMEOUT)
+        outcomes = train.fork_ranks(world, work, folder / f"log_{stage}", TIMEOUT)
         done[stage] = train.summarise(outcomes)
         if not done[stage]["ok"]:
             break
