@@ -1,6 +1,6 @@
 """How fast the container's formats are decoded and encoded, beside a plain copy and beside torch.
 
-    python benchmarks/ninfer.py [--rows 4096] [--columns 4096] [--rounds 5]
+    python benchmarks/ninfer.py [--rows 4096] [--columns 4096] [--rounds 15]
 
 One thread. GB/s are of float32 values (int32 for int32), the best of the rounds, in which all take turns. "copy" is of
 as many bytes to memory that was touched before, as decoding is; "fresh" to new memory, as encoding is. "torch" is the
@@ -91,7 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--columns", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     torch.set_num_threads(1)
     shape = (args.rows, args.columns)
