@@ -1,4 +1,7 @@
-"""Weights streamed into sharded safetensors files with an index, in a new folder that appears when it is complete."""
+"""Weights streamed into sharded safetensors files with an index, in a new folder that appears when it is complete.
+
+The format is a JSON header and the tensors' bytes. The library writes it from whole tensors in memory only.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +56,9 @@ def export_safetensors(
 ) -> list[str]:
     """The folder holds all weights, floats as ``dtype``; returns the names of its files.
 
-    Files are filled in order up to ``max_file_bytes`` of tensors; one that is larger has a file of its own. Tied names
-    are written once, and the header says which they are. Raises PolicyError where something is at ``folder`` already.
+    Files are filled in order up to ``max_file_bytes`` of tensors, as huggingface_hub fills them; a tensor that is
+    larger has a file of its own. Tied names are written once, and the header says which they are. Raises PolicyError
+    where something is at ``folder`` already.
     """
     target = os.path.abspath(folder)
     if os.path.lexists(target):
@@ -91,7 +95,8 @@ def export_safetensors(
 
 
 def _split(weights: Weights, dtype: str, limit: int | None) -> list[list[Weight]]:
-    files: list[list[Weight]] = [[]]
+    files: list[list[Weight]] = []
+    current: list[Weight] = []
     held = 0
     for weight in weights.weights.values():
         if _written(weight, dtype) not in _CODES:
@@ -100,12 +105,16 @@ def _split(weights: Weights, dtype: str, limit: int | None) -> list[list[Weight]
                 param=weight.name,
             )
         size = _bytes(weight, dtype)
-        if limit is not None and files[-1] and held + size > limit:
-            files.append([])
-            held = 0
-        files[-1].append(weight)
+        if limit is not None and size > limit:
+            # Alone in its file; what comes after it goes on where it was.
+            files.append([weight])
+            continue
+        if limit is not None and current and held + size > limit:
+            files.append(current)
+            current, held = [], 0
+        current.append(weight)
         held += size
-    return files
+    return [*files, current] if current or not files else files
 
 
 def _written(weight: Weight, dtype: str) -> str:

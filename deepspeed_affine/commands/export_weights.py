@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from deepspeed_affine.execute.compare import stored_storage, stored_tensor
 from deepspeed_affine.execute.distributed import SingleGroup
 from deepspeed_affine.execute.fill import IntervalFiller
 from deepspeed_affine.execute.gather import PieceReader
+from deepspeed_affine.execute.model_file import ModelFile
 from deepspeed_affine.execute.shared import all_drift, check_all_storages
 from deepspeed_affine.ir import ParamAffineMap, compose, inverse
 from deepspeed_affine.ir.ints import product
@@ -150,6 +151,7 @@ def _checkpoint(
                 layout = None
             found[task.param] = _weight(task, storages, pieces, layout)
     source = {"kind": "deepspeed", "folder": name_of(side.path), **_identity(side)}
+    found = _in_order(found, checkpoint.model_files)
     return Weights(found, _tied(side.aliases, found), source, plan.notes)
 
 
@@ -182,6 +184,7 @@ def _universal(side: UniversalSide, reader: ByteReader, source_crc: bool) -> Wei
             task = replace(task, shape=shape, map_shape=shape)
         found[task.param] = _weight(task, storages, pieces, None)
     source = {"kind": "universal", "folder": name_of(side.path)}
+    found = _in_order(found, side.models)
     return Weights(found, _tied(side.aliases, found), source)
 
 
@@ -193,6 +196,16 @@ def _weight(task: TensorFile, storages: Any, pieces: PieceReader, layout: ParamA
         size = next(storages[index].itemsize for piece in task.pieces for index in piece.locations)
         task = replace(task, dtype=kind, itemsize=size)
     return Weight(task.param, task.shape, task.dtype, IntervalFiller(task, pieces), task, pieces, layout)
+
+
+def _in_order(found: dict[str, Weight], models: Sequence[ModelFile]) -> dict[str, Weight]:
+    """The weights as ``zero_to_fp32.py`` orders them: buffers, frozen ones, the others by group; then the rest."""
+    names: dict[str, None] = {}
+    for file in models:
+        names |= dict.fromkeys(name for name in file.module or () if name in file.buffers)
+        names |= dict.fromkeys(file.frozen_shapes)
+        names |= dict.fromkeys(file.shapes)
+    return {name: found[name] for name in (*(name for name in names if name in found), *found)}
 
 
 def _weights_only(plan: ConversionPlan) -> ConversionPlan:

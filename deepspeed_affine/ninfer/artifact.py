@@ -67,6 +67,7 @@ class Artifact:
     def __init__(self, files: FileSet, cache_bytes: int = CACHE_BYTES) -> None:
         self._files = files
         self._cache = DecodedCache(cache_bytes)
+        self._geometries: dict[str, Geometry] = {}
 
     def __enter__(self) -> Artifact:
         return self
@@ -172,7 +173,7 @@ class Artifact:
 
     def geometry(self, object_id: str) -> Geometry:
         """The byte geometry of a stored tensor, checked against its record; an ``EncodingError`` if it has none."""
-        return geometry_of(self.directory.tensor(object_id))
+        return self._geometry(self.directory.tensor(object_id))
 
     def read_payload(self, offset: int, length: int) -> bytes:
         """Those bytes of the logical payload, from whichever files hold them."""
@@ -324,7 +325,7 @@ class Artifact:
 
     def _values(self, name: str, binding: Binding, begin: int, end: int) -> Values:
         """Elements ``[begin, end)`` of what the binding gives."""
-        ranges = list(_ranges(self.directory, binding, begin, end))
+        ranges = list(self.directory.ranges_of(binding, begin, end))
         dtype = self._dtype(name, binding)
         for record, low, high in ranges:
             self._ready(record, low, high)
@@ -335,12 +336,19 @@ class Artifact:
             at += high - low
         return found
 
+    def _geometry(self, record: TensorObject) -> Geometry:
+        # Parts may be many thousands, of few objects.
+        found = self._geometries.get(record.id)
+        if found is None:
+            found = self._geometries[record.id] = geometry_of(record)
+        return found
+
     def _ready(self, record: TensorObject, begin: int, end: int) -> None:
         """After this the record is known to be true and the bytes of those elements to be there.
 
         Nothing is allocated for an object before, so that a damaged directory cannot ask for more than its files hold.
         """
-        geometry = geometry_of(record)
+        geometry = self._geometry(record)
         if begin == end:
             return
         if geometry.layout == CONTIGUOUS:
@@ -353,7 +361,7 @@ class Artifact:
             self._files.require(record.offset + span.offset, span.nbytes)
 
     def _decode(self, record: TensorObject, begin: int, end: int, out: Values) -> None:
-        geometry = geometry_of(record)
+        geometry = self._geometry(record)
         if DIRECT.get(record.format) == out.itemsize and sys.byteorder == "little":
             # The stored words are the values.
             self._files.read_into(record.offset + begin * out.itemsize, out.view(np.uint8))
@@ -378,16 +386,3 @@ class Artifact:
                 raise FileSetError(f"Object {shown(record.id)}: {fault.message}", file=fault.file) from fault
 
         return fetch
-
-
-def _ranges(directory: Directory, binding: Binding, begin: int, end: int) -> Iterator[tuple[TensorObject, int, int]]:
-    """The ranges of stored tensors that elements ``[begin, end)`` of the binding are, in order."""
-    if binding.object is not None:
-        yield directory.tensor(binding.object), begin, end
-        return
-    at = 0
-    for part in binding.parts:
-        low, high = max(begin, at), min(end, at + part.elements)
-        if low < high:
-            yield directory.tensor(part.object), part.begin + low - at, part.begin + high - at
-        at += part.elements

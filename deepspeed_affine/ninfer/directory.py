@@ -6,7 +6,7 @@ encodings of tomorrow opens and its other objects stay readable.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -111,6 +111,18 @@ class Directory:
         if binding.object is not None:
             return self.tensor(binding.object).elements
         return sum(part.elements for part in binding.parts)
+
+    def ranges_of(self, binding: Binding, begin: int, end: int) -> Iterator[tuple[TensorObject, int, int]]:
+        """The ranges of stored tensors that elements ``[begin, end)`` of what the binding gives are, in order."""
+        if binding.object is not None:
+            yield self.tensor(binding.object), begin, end
+            return
+        at = 0
+        for part in binding.parts:
+            low, high = max(begin, at), min(end, at + part.elements)
+            if low < high:
+                yield self.tensor(part.object), part.begin + low - at, part.begin + high - at
+            at += part.elements
 
     def to_json(self) -> dict[str, Any]:
         """The root record as plain values; optional members that say nothing are left out."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from deepspeed_affine import ninfer
@@ -104,12 +103,29 @@ def test_safetensors_are_those_of_zero_to_fp32(real, case, tmp_path):
     ).read_bytes()
 
 
-def test_safetensors_in_several_files(real, tmp_path):
-    trained = real.trained("zero1_fp32")
-    export(trained.folder, tmp_path / "one", to="safetensors")
-    export(trained.folder, tmp_path / "many", "--max-file-bytes", "700", to="safetensors")
-    whole = load_file(tmp_path / "one" / "model.safetensors")
-    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"]) == set(whole)
-    for name, file in index["weight_map"].items():
-        assert torch.equal(load_file(tmp_path / "many" / file)[name], whole[name])
+@pytest.mark.parametrize("limit", [300, 700, 1200])
+@pytest.mark.parametrize("case", ["zero1_fp32", "zero3_frozen"])
+def test_safetensors_in_several_files(real, case, limit, tmp_path):
+    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+
+    trained = real.trained(case)
+    stock, ours = tmp_path / "stock", tmp_path / "ours"
+    convert_zero_checkpoint_to_fp32_state_dict(
+        str(trained.folder.parent), str(stock), limit, safe_serialization=True, tag=trained.folder.name
+    )
+    export(trained.folder, ours, "--max-file-bytes", str(limit), to="safetensors")
+    assert sorted(path.name for path in ours.iterdir()) == sorted(path.name for path in stock.iterdir())
+    for path in stock.iterdir():
+        assert (ours / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+@pytest.mark.parametrize("case", ["zero1_tied", "zero3_tied"])
+def test_tied_names_are_written_once_and_named(real, case, tmp_path):
+    """zero_to_fp32 fails on them, since the library refuses tensors that share memory."""
+    trained = real.trained(case)
+    export(trained.folder, tmp_path / "ours", to="safetensors")
+    with safe_open(tmp_path / "ours" / "model.safetensors", "pt") as file:
+        tied = {alias: name for alias, name in file.metadata().items() if alias != "format"}
+        assert tied
+        assert not set(tied) & set(file.keys())
+        assert set(tied.values()) <= set(file.keys())
