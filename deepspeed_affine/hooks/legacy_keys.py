@@ -11,7 +11,7 @@ from typing import Any
 
 from deepspeed_affine.errors import AffineError
 from deepspeed_affine.hooks.layouts import LiveParam
-from deepspeed_affine.ir import ParamAffineMap, exact_name, pattern_of, replicated_map
+from deepspeed_affine.ir import ParamAffineMap, exact_name, pattern_of
 from deepspeed_affine.lowering import UcInfo, keys, lower_param
 from deepspeed_affine.lowering.sub_params import resolve_sub_params
 
@@ -72,7 +72,12 @@ class LegacyKeys:
         info = UcInfo.parse({**self.entries, keys.UNSUPPORTED: {}})
         for param in params:
             if not _says(info, param):
-                self._only_a_map(param)
+                self.remove(param.universal)
+                key = _list_for(param)
+                if key is None:
+                    self._only_a_map(param)
+                elif key:
+                    self.add(key, [param.universal])
 
     def write_widths(self, params: Iterable[LiveParam]) -> None:
         """Sub-parameter rules that name one parameter state physical widths, and its ranks' widths stand beside them.
@@ -148,15 +153,22 @@ class LegacyKeys:
         return [param for param in params if param.layout.logical_shape and patterns.matches(param.universal)]
 
     def _only_a_map(self, param: LiveParam) -> None:
-        self.remove(param.universal)
-        layout, ranks = param.layout, param.layout.ranks
-        if layout == replicated_map(layout.logical_shape, len(ranks)).canonical() or not _is_multiple(layout):
+        layout = param.layout
+        if not _is_multiple(layout):
             self.add(keys.TP_REPLICATED, [param.universal])
-        elif len(layout.shard_shapes[ranks[0]]) == 1:
+        elif len(layout.shard_shapes[layout.ranks[0]]) == 1:
             # Equal shards would pass an old converter's comparison; a vector cannot be joined along axis 1.
             self.add(keys.ROW_PARALLEL, [param.universal])
         else:
             self._reasons[pattern_of(param.universal)] = SCALED
+
+
+def _list_for(param: LiveParam) -> str | None:
+    """The one list that describes the parameter as its map does: its key, "" where being in none does, None if none."""
+    for key in ("", keys.TP_REPLICATED, keys.ROW_PARALLEL):
+        if _says(UcInfo.parse({key: [pattern_of(param.universal)]} if key else {}), param):
+            return key
+    return None
 
 
 def _says(info: UcInfo, param: LiveParam) -> bool:
