@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults, UnsupportedLayoutError
+from deepspeed_affine.hooks.agreement import together
 from deepspeed_affine.hooks.restoring import Restorer
 from deepspeed_affine.hooks.stored_params import FP32, STEP
 
@@ -31,13 +32,9 @@ def guarded(restorer: Restorer, stock: Callable[..., Any]) -> Callable[..., Any]
             return stock(load_dir, tag, *args, **kwargs)
         found = tag if tag is not None else _latest(load_dir)
         if found is not None:
-            faults = Faults()
-            with restorer.stand_ins():
-                try:
-                    _check(engine, restorer, load_dir, str(found), faults)
-                except AffineError as fault:
-                    faults.add(fault)
-            _agree(faults)
+            folder = os.path.join(load_dir, str(found))
+            with together(folder) as faults, restorer.stand_ins():
+                _check(engine, restorer, load_dir, str(found), faults)
         try:
             restorer.link()
             with restorer.stand_ins():
@@ -144,24 +141,6 @@ def _refuse_whole(param: Any, name: str, state: str) -> None:
             f"load_checkpoint cuts every state by the weights' own fragments. Call {OURS} instead.",
             param=name,
         )
-
-
-def _agree(faults: Faults) -> None:
-    """Raise on every rank what any rank found."""
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        rows: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(rows, list(faults))
-        everyone = Faults()
-        told: set[str] = set()
-        for row in rows:
-            for fault in row:
-                if fault.message not in told:
-                    told.add(fault.message)
-                    everyone.add(fault)
-        faults = everyone
-    faults.raise_if_any()
 
 
 def _warn_of_the_rest(engine: Any, restorer: Restorer) -> None:

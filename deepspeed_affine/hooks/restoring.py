@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed_affine.errors import AffineError, InvalidMapError
 from deepspeed_affine.hooks.optimizers import zero3_part
+from deepspeed_affine.hooks.state_forms import number_in_form
 from deepspeed_affine.hooks.stored_params import FP32, STEP, StoredParams
 from deepspeed_affine.lowering.policy import ScaledStates
 
@@ -109,13 +110,12 @@ class Restorer:
         copies that no step updates. Its ZeRO-3 loader gives all sub-groups one tensor as their step, which every one
         of them then increments.
         """
-        import torch
-
         if self.is_stage3:
-            for flat in self.optimizer.fp32_partitioned_groups_flat:
+            for index, flat in enumerate(self.optimizer.fp32_partitioned_groups_flat):
                 state = self.optimizer.optimizer.state.get(flat, {})
-                if torch.is_tensor(state.get(STEP)):
-                    state[STEP] = state[STEP].clone()
+                if STEP in state:
+                    group = self.optimizer.sub_group_to_group_id[index]
+                    state[STEP] = self._number(group, flat, STEP, state[STEP])
             return
         for group in self.groups:
             for param in group:
@@ -174,6 +174,8 @@ class Restorer:
         step = None
         for state in stored.states(live):
             value = stored.number(live, state)
+            if value is not None:
+                value = self._number(mapping.param_group_index, flat, state, value)
             if state == STEP:
                 step = value
             elif value is not None:
@@ -203,6 +205,16 @@ class Restorer:
         if held > 0:
             stored.fill(live, key, start, partition[:held])
         return partition
+
+    def _number(self, group: int, flat: torch.Tensor, state: str, value: Any) -> Any:
+        """A new ``value`` in the form in which the inner optimizer keeps that state."""
+        import torch
+
+        inner = self.optimizer.optimizer
+        old = inner.state.get(flat, {}).get(state)
+        return number_in_form(
+            inner, inner.param_groups[group], flat, state, None if torch.is_tensor(old) else old, value
+        )
 
     def _param_of(self, folder: str) -> Any:
         at = folder.find(os.sep)

@@ -7,6 +7,7 @@ ranks held: ``saved/rank0.pt`` when they saved, ``held/rank0.pt`` when they had 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from functools import partial
@@ -34,6 +35,35 @@ TIMEOUT = 400.0
 _build_model = train.build_model
 
 
+class ScaledTp(models.HandTp):
+    """The last bias is added before the sum over ranks, so every rank holds it divided by their number."""
+
+    def __init__(self, rank: int, world: int, **sizes: int) -> None:
+        super().__init__(rank, world, **sizes)
+        self.dense_4h_to_h["bias"].data /= world
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        table = self.word_embeddings["weight"]
+        mine = (tokens >= self.vocab_start) & (tokens < self.vocab_start + table.shape[0])
+        hidden = table[(tokens - self.vocab_start).clamp(0, table.shape[0] - 1)] * mine.unsqueeze(-1)
+        hidden = models._SumGradient.apply(self.norm(models._Sum.apply(hidden, self.group)), self.group)
+        gate, value = torch.nn.functional.linear(hidden, self.swiglu["weight"]).chunk(2, -1)
+        up = self.dense_h_to_4h
+        inner = torch.tanh(torch.nn.functional.linear(hidden, up["weight"], up["bias"])) + torch.sigmoid(gate) * value
+        down = self.dense_4h_to_h
+        out = models._Sum.apply(torch.nn.functional.linear(inner, down["weight"], down["bias"]), self.group)
+        return (out.float() - 1).square().mean()
+
+
+def scaled_info(tp: int) -> dict[str, Any]:
+    """As a user says it: a map of the one parameter that no list of patterns describes."""
+    ranks = tuple(range(tp))
+    piece = deepspeed_affine.AffinePiece((6,), 0, (1,), 0, (1,), ranks, 1 / tp)
+    layout = deepspeed_affine.ParamAffineMap((6,), dict.fromkeys(ranks, (6,)), dict.fromkeys(ranks, (piece,)))
+    document = {"version": 1, r"^dense_4h_to_h\.bias$": layout.to_dict()}
+    return {**models.HAND_TP_INFO, "affine_map": document}
+
+
 def build_model(case: Case) -> torch.nn.Module:
     if case.model == "few":
         return Few()
@@ -41,7 +71,8 @@ def build_model(case: Case) -> torch.nn.Module:
         # Each degree pads the thirteen tokens to a height of its own.
         vocab = {1: 13, 2: 14, 4: 16}[case.tp]
         rank = torch.distributed.get_rank() % case.tp
-        return models.HandTp(rank, case.tp, vocab=vocab)
+        kind = ScaledTp if case.name.startswith("scaled") else models.HandTp
+        return kind(rank, case.tp, vocab=vocab)
     return _build_model(case)
 
 
@@ -69,6 +100,8 @@ def build_engine(case: Case, *, load_universal: bool) -> Any:
 
 
 def info_of(case: Case) -> dict[str, Any] | None:
+    if case.name.startswith("scaled"):
+        return scaled_info(case.tp)
     return {"hand_tp": models.HAND_TP_INFO, "pipe": PIPE_INFO}.get(case.model)
 
 
@@ -93,6 +126,8 @@ def run_save(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def run_load(case: Case, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    if options.pop("nodes"):
+        os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1")
     engine = build_engine(case, load_universal=True)
     with (
         deepspeed_affine.attach(engine, info=info_of(case), **options) as handle,
@@ -125,7 +160,10 @@ def damage(universal: Path, kind: str) -> None:
     import shutil
 
     param = universal / "zero" / "up.weight"
-    if kind == "missing_param":
+    if kind == "number_step":
+        for path in (universal / "zero").glob("*/step.pt"):
+            torch.save(int(torch.load(path, weights_only=True)), path)
+    elif kind == "missing_param":
         shutil.rmtree(param)
     elif kind == "missing_weights":
         (param / "fp32.pt").unlink()
@@ -149,10 +187,14 @@ def run_pair(pair: Pair, root: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     done: dict[str, Any] = {}
     source = folder / f"global_step{pair.source.steps}"
+    options = {**(pair.attach or {}), "nodes": pair.nodes}
     stages = {
         "save": (pair.source.world, partial(run_save, pair.source, folder)),
         "convert": (1, partial(convert, source, folder / "universal", pair)),
-        "load": (pair.target.world, partial(run_load, pair.target, folder, dict(pair.attach or {}))),
+        "load": (
+            pair.target.world,
+            partial(run_load, pair.target, folder, options),
+        ),
     }
     for stage, (world, work) in stages.items():
         outcomes = train.fork_ranks(world, work, folder / f"log_{stage}", TIMEOUT)

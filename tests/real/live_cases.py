@@ -34,6 +34,8 @@ class Pair:
     """What DeepSpeed's loader loses whoever asks it: what is said of it, as a pattern."""
     environment: str = "installed"
     """``installed``, ``hf5``, or a version of DeepSpeed."""
+    nodes: bool = False
+    """Whether every rank is the first of a machine of its own."""
     damage: str | None = None
     """What is done to the universal folder before it is loaded."""
 
@@ -68,6 +70,8 @@ def _plain() -> list[Pair]:
         same("plain_amsgrad", Case("amsgrad", optimizer="amsgrad")),
         same("plain_hpz", Case("hpz", stage=3, world=4, config={"zero_optimization": {"zero_hpz_partition_size": 2}})),
         same("plain_subgroups", Case("subgroups", stage=3, config={"zero_optimization": {"sub_group_size": 70}})),
+        same("plain_number_step", Case("zero1_fp32"), damage="number_step"),
+        same("plain_zero3_nodes", Case("zero3_fp32", stage=3), nodes=True),
         same("few_zero1", Case("few_zero1", model="few", world=4)),
         same("few_bf16opt", Case("few_bf16opt", model="few", world=4, dtype="bf16", config=BF16_OPTIMIZER)),
     ]
@@ -116,6 +120,21 @@ def _others() -> list[Pair]:
     ]
 
 
+def _scaled() -> list[Pair]:
+    """A bias that every rank holds divided by their number: its states follow only as the user says."""
+    two = Case("scaled", model="hand_tp", tp=2)
+    one = replace(two, tp=1, world=1)
+    power, reset = ("--scaled-states", "power"), ("--scaled-states", "reset")
+    return [
+        same("scaled_power", two, convert=power, attach={"scaled_states": "power"}),
+        Pair("scaled_power_2to1", two, one, convert=power),
+        Pair("scaled_power_1to2", one, two, attach={"scaled_states": "power"}),
+        Pair("scaled_reset_1to2", one, two, attach={"scaled_states": "reset"}),
+        Pair("scaled_reset_2to1", two, one, convert=reset),
+        Pair("scaled_refuse", one, two, error=r"dense_4h_to_h\.bias.*scaled_states='reset'"),
+    ]
+
+
 def _experts() -> list[Pair]:
     case = Case("autoep", model="mixtral", ep=2, transformers=5)
     return [
@@ -135,6 +154,7 @@ def _versions() -> list[Pair]:
         at = f"v{version.replace('.', '')}"
         for stage in (1, 2, 3):
             pairs.append(same(f"{at}_zero{stage}", Case("plain", stage=stage), environment=version))
+        pairs.append(same(f"{at}_zero3_nodes", Case("plain", stage=3), environment=version, nodes=True))
         pairs.append(same(f"{at}_hand2", hand, environment=version))
         pairs.append(
             Pair(
@@ -174,7 +194,15 @@ def _refused() -> list[Pair]:
     ]  # fmt: skip
 
 
-PAIRS: tuple[Pair, ...] = (*_plain(), *_tensor_parallel(), *_others(), *_experts(), *_versions(), *_refused())
+PAIRS: tuple[Pair, ...] = (
+    *_plain(),
+    *_tensor_parallel(),
+    *_others(),
+    *_scaled(),
+    *_experts(),
+    *_versions(),
+    *_refused(),
+)
 
 
 def pair_named(name: str) -> Pair:
