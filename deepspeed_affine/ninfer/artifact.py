@@ -21,7 +21,6 @@ from deepspeed_affine.ninfer.floats import U8
 from deepspeed_affine.ninfer.formats import CONTIGUOUS, DIRECT
 from deepspeed_affine.ninfer.layouts import Geometry, check_resource, geometry_of
 from deepspeed_affine.ninfer.records import Binding, Component, FileRecord, ObjectRecord, TensorObject, Use
-from deepspeed_affine.ninfer.validate import check_values
 
 if TYPE_CHECKING:
     import torch
@@ -254,9 +253,22 @@ class Artifact:
 
     def blocks(self, name: str, size: int = _BLOCK_ELEMENTS) -> Iterator[Values]:
         """A parameter's values in order, flat, at most ``size`` elements at a time."""
-        count = self.directory.elements_of(self._binding(name))
+        binding = self._binding(name)
+        count = self.directory.elements_of(binding)
+        dtype = self.value_dtype_of(name, binding)
+        ranges = self.directory.ranges_of(binding, 0, count)
+        record, low, high = next(ranges)
         for begin in range(0, count, size):
-            yield self.read_parameter_range(name, begin, min(begin + size, count))
+            found = np.empty(min(size, count - begin), dtype)
+            at = 0
+            while at < len(found):
+                if low == high:
+                    record, low, high = next(ranges)
+                stop = min(high, low + len(found) - at)
+                self._ready(record, low, stop)
+                self._decode(record, low, stop, found[at : at + stop - low])
+                at, low = at + stop - low, stop
+            yield found
 
     def read_resource(self, component: str, role: str) -> bytes:
         """The bytes of a component's resource."""
@@ -279,22 +291,9 @@ class Artifact:
 
     def validate(self) -> None:
         """Return if every file is there and every object's encoding, codes and scales are what its format allows."""
-        for number in range(len(self.files)):
-            self._files.touch(number)
-        for record in self.objects.values():
-            if isinstance(record, TensorObject):
-                check_values(geometry_of(record), self._fetch(record), f"{self.path}: object {shown(record.id)}")
-                if record.format in DIRECT:
-                    self._read_through(record)
-            else:
-                check_resource(record)
-                self._read_through(record)
-        for name, binding in self.bindings.items():
-            self._dtype(name, binding)
+        from deepspeed_affine.ninfer.checking import check_artifact
 
-    def _read_through(self, record: ObjectRecord) -> None:
-        for offset in range(0, record.nbytes, _BLOCK_ELEMENTS):
-            self._files.read(record.offset + offset, min(_BLOCK_ELEMENTS, record.nbytes - offset))
+        check_artifact(self)
 
     def _binding(self, name: str) -> Binding:
         found = self.bindings.get(name)
@@ -315,7 +314,8 @@ class Artifact:
             )
         return shape
 
-    def _dtype(self, name: str, binding: Binding) -> np.dtype[Any]:
+    def value_dtype_of(self, name: str, binding: Binding) -> np.dtype[Any]:
+        """The one type all values of the binding have; ``name`` is said where they have two."""
         kinds = {value_dtype(self.directory.tensor(object_id).format) for object_id in binding.objects}
         if len(kinds) > 1:
             raise BindingError(
@@ -326,7 +326,7 @@ class Artifact:
     def _values(self, name: str, binding: Binding, begin: int, end: int) -> Values:
         """Elements ``[begin, end)`` of what the binding gives."""
         ranges = list(self.directory.ranges_of(binding, begin, end))
-        dtype = self._dtype(name, binding)
+        dtype = self.value_dtype_of(name, binding)
         for record, low, high in ranges:
             self._ready(record, low, high)
         found = np.empty(end - begin, dtype)
@@ -368,17 +368,19 @@ class Artifact:
             return
         if geometry.layout == CONTIGUOUS or not self._cache.takes(4 * record.elements):
             # Words are no dearer to decode than to copy.
-            decode_range(geometry, self._fetch(record), begin, end, out)
+            decode_range(geometry, self.fetcher(record), begin, end, out)
             return
 
         def whole() -> Values:
             values = np.empty(record.elements, value_dtype(record.format))
-            decode_range(geometry, self._fetch(record), 0, record.elements, values)
+            decode_range(geometry, self.fetcher(record), 0, record.elements, values)
             return values
 
         out[:] = self._cache.get(record.id, whole)[begin:end]
 
-    def _fetch(self, record: ObjectRecord) -> Fetch:
+    def fetcher(self, record: ObjectRecord) -> Fetch:
+        """What reads ranges of the object's stored bytes."""
+
         def fetch(offset: int, count: int) -> U8:
             try:
                 return self._files.read(record.offset + offset, count)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -13,6 +12,7 @@ import numpy as np
 
 from deepspeed_affine.errors import AffineError, PolicyError
 from deepspeed_affine.ir.ints import shown
+from deepspeed_affine.ninfer.descriptors import Descriptors
 from deepspeed_affine.ninfer.directory import Directory
 from deepspeed_affine.ninfer.errors import FileSetError, FramingError, RangeError
 from deepspeed_affine.ninfer.floats import U8
@@ -61,17 +61,13 @@ class FileSet:
         self.payload_offset = entry_start(header.number)
         sizes = [record.payload_bytes for record in directory.files]
         self._starts = [0, *accumulate(sizes)]
-        self._lock = threading.Lock()
-        self._open = {0: fd}
-        self._closed = False
+        self._descriptors = Descriptors(self._open_file, self._closed)
+        self._descriptors.put(0, fd)
+        self._checked = {0}
 
     def close(self) -> None:
         """After this nothing is read any more; does nothing the second time."""
-        with self._lock:
-            self._closed = True
-            for fd in self._open.values():
-                os.close(fd)
-            self._open = {}
+        self._descriptors.close()
 
     def file_path(self, number: int) -> str:
         """Where file ``number`` of the set is."""
@@ -101,7 +97,7 @@ class FileSet:
         """Return if the payload has those bytes and every file that holds some of them is there."""
         self.check_range(offset, count)
         for number, _, _, _ in self.segments(offset, count):
-            self._descriptor(number)
+            self.touch(number)
 
     def read(self, offset: int, count: int) -> U8:
         """Those bytes of the payload, in memory of their own."""
@@ -118,27 +114,38 @@ class FileSet:
             self._read(number, at, view[place : place + size])
 
     def touch(self, number: int) -> None:
-        """After this file ``number`` is open and was checked."""
-        self._descriptor(number)
+        """After this file ``number`` is known to be there and to be what the directory says."""
+        if number not in self._checked:
+            with self._descriptors.borrow(number):
+                self._checked.add(number)
 
     def _read(self, number: int, at: int, view: memoryview) -> None:
-        fd = self._descriptor(number)
-        while view:
-            try:
-                count = os.preadv(fd, [view[:_LARGEST_READ]], at)
-            except OSError as error:
-                raise self._fault(number, f"could not be read ({error.strerror})") from error
-            if not count:
-                raise self._fault(number, f"ends at byte {at} of {self.file_bytes(number)}")
-            view, at = view[count:], at + count
+        with self._descriptors.borrow(number) as fd:
+            while view:
+                try:
+                    count = os.preadv(fd, [view[:_LARGEST_READ]], at)
+                except OSError as error:
+                    raise self._fault(number, f"could not be read ({error.strerror})") from error
+                if not count:
+                    raise self._fault(number, f"ends at byte {at} of {self.file_bytes(number)}")
+                view, at = view[count:], at + count
 
-    def _descriptor(self, number: int) -> int:
-        with self._lock:
-            if self._closed:
-                raise PolicyError(f"{self.path}: was closed; expected an open artifact. Read before closing it.")
-            if number not in self._open:
-                self._open[number] = self._open_part(number)
-            return self._open[number]
+    def _closed(self) -> PolicyError:
+        return PolicyError(f"{self.path}: was closed; expected an open artifact. Read before closing it.")
+
+    def _open_file(self, number: int) -> int:
+        if number:
+            return self._open_part(number)
+        # Only once more continuations are open than are kept. A file put in its place is not this artifact's.
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            header, size = _read_header(self.path, fd)
+            if header.artifact_id != self.artifact_id or size != self.file_bytes(0):
+                raise self._fault(0, "was replaced while it was read")
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
 
     def _open_part(self, number: int) -> int:
         path = self.file_path(number)

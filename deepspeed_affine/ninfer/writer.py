@@ -16,6 +16,7 @@ import numpy as np
 
 from deepspeed_affine.ir.ints import shown
 from deepspeed_affine.ninfer.artifact import Artifact
+from deepspeed_affine.ninfer.descriptors import Descriptors
 from deepspeed_affine.ninfer.directory import Directory
 from deepspeed_affine.ninfer.encode import encode_rows, nvfp4_divisor, words_of
 from deepspeed_affine.ninfer.errors import WriterError
@@ -25,7 +26,7 @@ from deepspeed_affine.ninfer.formats import CONTIGUOUS, DIRECT, NVFP4
 from deepspeed_affine.ninfer.framing import ENTRY_MAGIC, PART_MAGIC, Header
 from deepspeed_affine.ninfer.json_text import parse_json
 from deepspeed_affine.ninfer.layouts import geometry_of
-from deepspeed_affine.ninfer.parse import directory_of
+from deepspeed_affine.ninfer.parse import binding_of, component_of, directory_of, use_of
 from deepspeed_affine.ninfer.publication import PrivateFiles
 from deepspeed_affine.ninfer.records import Binding, Component, FileRecord, ObjectRecord, TensorObject, Use
 
@@ -39,18 +40,19 @@ class Writer:
     """An artifact being written; leaving the ``with`` block publishes it, and an exception leaves nothing behind.
 
     The directory is planned, checked and its files made before the first object is written, so what cannot be written
-    is refused at once. Objects are written in any order and pieces, by any threads: ``write`` takes encoded bytes,
-    ``write_values``, ``write_rows`` and ``write_elements`` encode. No file is larger than ``max_file_bytes``; without
-    it there is one. ``durable`` waits until everything is on the disk. Nothing that exists is ever overwritten.
+    is refused at once. Components, bindings and uses are records, or as a directory spells them. Objects are written in
+    any order and pieces, by any threads: ``write`` takes encoded bytes, ``write_values``, ``write_rows`` and
+    ``write_elements`` encode. No file is larger than ``max_file_bytes``; without it there is one. ``durable`` waits
+    until everything is on the disk. Nothing that exists is ever overwritten.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
         objects: Iterable[TensorSpec | ResourceSpec],
-        components: Mapping[str, Component],
-        bindings: Mapping[str, Binding] | None = None,
-        uses: Sequence[Use] = (),
+        components: Mapping[str, Component | Mapping[str, Any]],
+        bindings: Mapping[str, Binding | Mapping[str, Any]] | None = None,
+        uses: Sequence[Use | Mapping[str, Any]] = (),
         *,
         metadata: Mapping[str, Any] | None = None,
         provenance: Mapping[str, Any] | None = None,
@@ -62,8 +64,18 @@ class Writer:
         if not records:
             raise WriterError("No objects were given; expected one or more.")
 
+        parts = {
+            name: value if isinstance(value, Component) else component_of(value, f"components {shown(name)}")
+            for name, value in components.items()
+        }
+        bound = {
+            name: value if isinstance(value, Binding) else binding_of(value, f"bindings {shown(name)}")
+            for name, value in (bindings or {}).items()
+        }
+        used = [value if isinstance(value, Use) else use_of(value, f"uses {n}") for n, value in enumerate(uses)]
+
         def make(files: Sequence[FileRecord]) -> Directory:
-            return Directory(components, records, bindings or {}, uses, files, metadata, provenance)
+            return Directory(parts, records, bound, used, files, metadata, provenance)
 
         payload_bytes = records[-1].offset + records[-1].nbytes
         self._start(path, make, payload_bytes, max_file_bytes, json_bytes, durable)
@@ -90,10 +102,12 @@ class Writer:
         self._starts = [0, *accumulate(record.payload_bytes for record in self.directory.files)]
         names = [record.path or name for record in self.directory.files]
         self._private = PrivateFiles.take(self.path, names, self.artifact_id)
-        self._fds: list[int] = []
+        self._files = Descriptors(
+            lambda number: os.open(self._private.path(number), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW), self._refusal
+        )
         try:
             for number in range(len(names)):
-                self._fds.append(_new_file(self._private.path(number), self._plan, number, self.artifact_id))
+                self._files.put(number, _new_file(self._private.path(number), self._plan, number, self.artifact_id))
         except BaseException:
             self.abort()
             raise
@@ -109,9 +123,10 @@ class Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and self._state != "failed":
-            self.finish()
-        else:
+        try:
+            if kind is None:
+                self.finish()
+        finally:
             self.abort()
 
     def write(self, object_id: str, data: Any, offset: int = 0) -> None:
@@ -165,12 +180,14 @@ class Writer:
         try:
             for object_id, covered in self._covered.items():
                 covered.require_whole(object_id)
-            for number, fd in enumerate(self._fds):
-                if os.fstat(fd).st_size != self._plan.file_bytes(number):
-                    raise WriterError(f"{self._private.path(number)}: was changed while it was written; write again.")
-                if self._durable:
-                    os.fsync(fd)
-            self._close_files()
+            for number in range(len(self.directory.files)):
+                with self._files.borrow(number) as fd:
+                    if os.fstat(fd).st_size != self._plan.file_bytes(number):
+                        path = self._private.path(number)
+                        raise WriterError(f"{path}: was changed while it was written; write again.")
+                    if self._durable:
+                        os.fsync(fd)
+            self._files.close()
             self._private.publish(durable=self._durable)
         except BaseException:
             self.abort()
@@ -182,25 +199,25 @@ class Writer:
         if self._state in ("finished", "aborted"):
             return
         self._state = "aborted"
-        self._close_files()
+        self._files.close()
         self._private.discard()
-
-    def _close_files(self) -> None:
-        while self._fds:
-            os.close(self._fds.pop())
 
     def _put(self, offset: int, data: Any) -> None:
         view = data.data
         segments = payload_segments(self.directory.files, self._plan.start, offset, data.nbytes, self._starts)
         for number, at, place, size in segments:
             piece = view[place : place + size]
-            while piece:
-                count = os.pwrite(self._fds[number], piece[: 1 << 30], at)
-                piece, at = piece[count:], at + count
+            with self._files.borrow(number) as fd:
+                while piece:
+                    count = os.pwrite(fd, piece[: 1 << 30], at)
+                    piece, at = piece[count:], at + count
 
     def _require_open(self) -> None:
         if self._state != "open":
-            raise WriterError(f"{self.path}: is {self._state}; expected an open writer. Write before it is finished.")
+            raise self._refusal()
+
+    def _refusal(self) -> WriterError:
+        return WriterError(f"{self.path}: is {self._state}; expected an open writer. Write before it is finished.")
 
     def _record(self, object_id: str) -> ObjectRecord:
         found = self.directory.objects.get(object_id)

@@ -235,3 +235,47 @@ def test_bad_options(options, universal, tmp_path, capsys):
     assert ds_affine(arguments) == 2
     assert "internal error" not in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+PROGRAM = """
+import sys, threading, time
+from deepspeed_affine.cli import ds_affine
+
+peak, running = 0, True
+
+
+def watch():
+    global peak
+    while running:
+        with open("/proc/self/status") as file:
+            peak = max(peak, next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) * 1024)
+        time.sleep(0.005)
+
+
+thread = threading.Thread(target=watch)
+thread.start()
+code = ds_affine(sys.argv[1:])
+running = False
+thread.join()
+print(peak)
+sys.exit(code)
+"""
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", ["fp32", "bf16", "q4_g64_fp16", "nvfp4"])
+def test_a_large_weight_is_never_in_memory(name, tmp_path):
+    import subprocess
+    import sys
+
+    folder = tmp_path / "universal"
+    (folder / "zero" / "w").mkdir(parents=True)
+    torch.save({"param": torch.ones(32_768, 8192)}, folder / "zero" / "w" / "fp32.pt")
+    torch.save({}, folder / "zero" / "optimizer_state.pt")
+    arguments = ["export", "--to", "ninfer", "--input_folder", str(folder), "--output", str(tmp_path / "m")]
+    command = [sys.executable, "-c", PROGRAM, *arguments, "--format", name, "--no-fsync"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    peak = int(ended.stdout.split()[-1])
+    print(f"{name}: 1 GB of weights, at most {peak} bytes of anonymous memory")
+    assert peak < 200 * 10**6

@@ -381,3 +381,33 @@ def test_only_finite_values_are_encoded(name, bad):
 def test_fp8_rows_too_small_for_any_scale_are_refused():
     with pytest.raises(ValueDomainError, match="no scale"):
         encode("fp8_e4m3fn_row_bf16", np.array([[1e-38, 0]], np.float32))
+
+
+@pytest.mark.parametrize("name", ABSMAX)
+@somewhat
+@given(seed=seeds, columns=st.integers(1, 140), exponent=st.integers(-8, 8))
+def test_groups_that_reach_the_largest_code_encode_to_themselves(name, seed, columns, exponent):
+    _, group, _, _, _, largest = GROUPED[name]
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(-largest, largest + 1, (2, columns))
+    codes[:, ::group] = rng.choice([-largest, largest], (2, -(-columns // group)))
+    scales = (rng.uniform(1, 2, (2, -(-columns // group))) * 2.0**exponent).astype(np.float16)
+    packed = pack_grouped(name, codes, scales)
+    values = decode(plan_geometry(name, None, (2, columns)), packed)
+    assert encode(name, values).tobytes() == packed.tobytes()
+
+
+@somewhat
+@given(seed=seeds, columns=st.integers(1, 70))
+def test_fp8_rows_that_reach_448_encode_to_themselves(seed, columns):
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 0x7F, (3, columns), dtype=np.uint8) | rng.choice([0, 0x80], (3, columns)).astype(np.uint8)
+    codes[:, 0] = 0x7E
+    packed = pack_fp8(codes, rng.integers(0x3000, 0x4000, 3).astype(np.uint16))
+    values = decode(plan_geometry("fp8_e4m3fn_row_bf16", None, (3, columns)), packed)
+    # A product with more bits than bfloat16 has is rounded first, and may then be nearer to a neighbour.
+    again = decode(plan_geometry("fp8_e4m3fn_row_bf16", None, (3, columns)), encode("fp8_e4m3fn_row_bf16", values))
+    assert np.abs(again - values).max() <= np.abs(values).max() / 16
+    exact = pack_fp8(codes, np.array([0x3F80, 0x4000, 0x3000], np.uint16))
+    values = decode(plan_geometry("fp8_e4m3fn_row_bf16", None, (3, columns)), exact)
+    assert encode("fp8_e4m3fn_row_bf16", values).tobytes() == exact.tobytes()

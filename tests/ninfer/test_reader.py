@@ -329,3 +329,57 @@ def test_one_training_parameter_in_two_roles():
     bound = ninfer.bind(directory_of(root), dict.fromkeys(names, (context, None)))
     assert bound.objects == ("w.draft.qkv",)
     assert [use.activation_policy.value for use in bound.uses] == ["AllowA8", "AllowA8"]
+
+
+def test_the_failures_of_example_12_6(tmp_path):
+    """The format description's table of faults, each with who finds it."""
+    objects, weight = small()["objects"], small()["objects"][0]
+
+    def opened(**changes):
+        path = tmp_path / "a.ninfer"
+        path.write_bytes(entry(small(**changes), small_payload()))
+        return ninfer.open(path)
+
+    with pytest.raises(ninfer.DirectoryError):
+        opened(objects=[weight, dict(objects[1], id="w"), objects[2]])
+    with pytest.raises(ninfer.RangeError):
+        opened(objects=[weight, dict(objects[1], offset=8), objects[2]])
+    with pytest.raises(ninfer.ReferenceError_):
+        opened(bindings={"p": {"parts": [{"object": "w", "range": [0, 9]}]}})
+    with opened() as artifact, pytest.raises(ninfer.BindingError):
+        artifact.bind({"q": ((5,), None)})
+    with opened(objects=[dict(weight, format="new"), *objects[1:]]) as artifact, pytest.raises(ninfer.EncodingError):
+        artifact.read("w")
+    uses = [{"parameter": "p", "input": "i", "auxiliaries": {"activation_input_divisor": {"object": "w"}}}]
+    with opened(uses=uses) as artifact, pytest.raises(ninfer.BindingError):
+        ninfer.activation_input_divisor(artifact, artifact.uses[0])
+    with opened() as artifact, pytest.raises(ninfer.BindingError):
+        artifact.bind({}, ["vision"])
+    path = split(tmp_path, [100, 165])
+    (tmp_path / "free name 1.x").write_bytes(part(1, small_payload()[100:], bytes(16)))
+    with ninfer.open(path) as artifact, pytest.raises(ninfer.FileSetError, match="belongs to artifact"):
+        artifact.read("s")
+    (tmp_path / "free name 1.x").unlink()
+    with ninfer.open(path) as artifact, pytest.raises(ninfer.FileSetError, match="could not be opened"):
+        artifact.read("s")
+
+
+def test_many_parts_are_read_in_time_that_grows_with_them(tmp_path):
+    """A row-parallel weight of two shards: every row is two parts."""
+    import time
+
+    rows = 20_000
+    values = np.arange(rows * 8, dtype=np.float32).reshape(rows, 8)
+    parts = [{"object": f"s{n}", "range": [4 * row, 4 * row + 4]} for row in range(rows) for n in range(2)]
+    specs = [ninfer.TensorSpec(f"s{n}", (rows, 4), "fp32") for n in range(2)]
+    with ninfer.Writer(
+        tmp_path / "a", specs, {"text": {"config": {}}}, {"p": {"parts": parts}}, durable=False
+    ) as writer:
+        for n in range(2):
+            writer.write_values(f"s{n}", values[:, 4 * n : 4 * n + 4])
+    start = time.perf_counter()
+    with ninfer.open(tmp_path / "a") as artifact:
+        assert np.array_equal(artifact.read_parameter("p", (rows, 8)), values)
+        assert np.array_equal(np.concatenate(list(artifact.blocks("p", 1000))), values.reshape(-1))
+    # Some seconds on a busy machine; quadratic would be minutes.
+    assert time.perf_counter() - start < 60

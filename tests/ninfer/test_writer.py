@@ -434,3 +434,99 @@ def test_a_conversions_private_folder_is_left_alone(tmp_path):
     with pytest.raises(PolicyError):
         simple(tmp_path / "a")
     assert Path(private.marker).exists()
+
+
+def test_more_files_than_a_process_may_open(tmp_path):
+    import resource
+
+    values = np.arange(300_000, dtype=np.float32)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(used + 100, hard), hard))
+    try:
+        bindings = {"p": ninfer.Binding("w")}
+        with ninfer.Writer(
+            tmp_path / "a",
+            [ninfer.TensorSpec("w", (300_000,), "fp32")],
+            TEXT,
+            bindings,
+            max_file_bytes=24_576,
+            durable=False,
+        ) as writer:
+            for begin in range(299_000, -1, -1000):
+                writer.write_elements("w", begin, values[begin : begin + 1000])
+        with ninfer.open(tmp_path / "a") as made:
+            assert len(made.files) > 50
+            assert np.array_equal(made.read("w"), values)
+            made.validate()
+        directory = ninfer.reshard_files(tmp_path / "a", tmp_path / "b", 16_384, durable=False)
+        assert len(directory.files) > 90
+        with ninfer.open(tmp_path / "b") as made:
+            assert np.array_equal(made.read_parameter("p"), values)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_records_as_a_directory_spells_them(tmp_path):
+    objects = [ninfer.TensorSpec("w", (2, 4), "fp32"), ninfer.ResourceSpec("r", 1)]
+    components = {"text": {"config": {"a": 1}, "resources": {"t": "r"}}}
+    bindings = {"p": {"parts": [{"object": "w", "range": [4, 8]}]}}
+    uses = [{"parameter": "p", "input": "i", "activation_policy": "AllowA4"}]
+    with ninfer.Writer(tmp_path / "a", objects, components, bindings, uses) as writer:
+        writer.write("w", bytes(32))
+        writer.write("r", b"x")
+    with ninfer.open(tmp_path / "a") as made:
+        said = made.directory.to_json()
+        assert (said["components"], said["bindings"], said["uses"]) == (components, bindings, uses)
+    with pytest.raises(ninfer.SchemaError):
+        ninfer.Writer(tmp_path / "b", objects, {"text": {}}, {})
+
+
+def test_a_writer_that_could_not_write_says_so_at_its_end(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    def produce(writer):
+        monkeypatch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space"):
+            writer.write_values("w", WORDS)
+        monkeypatch.undo()
+
+    with pytest.raises(ninfer.WriterError, match="failed"), simple(tmp_path / "a") as writer:
+        produce(writer)
+    assert listing(tmp_path) == []
+
+
+def test_the_samples_written_from_their_formula(tmp_path):
+    """Every quantised object of ``allfmt`` from its closed form, by our encoders, has the bytes it has there."""
+    from samples import EXPECTED
+
+    def matrix(rows, columns, seed):
+        r, c = np.mgrid[:rows, :columns]
+        values = ((37 * r + 17 * c + 29 * seed) % 211 - 105) / 64
+        return np.where((r + c) % 2, -values, values).astype(np.float32)
+
+    import hashlib
+
+    stored = {record["id"]: record for record in EXPECTED["allfmt.ninfer"]["objects"]}
+    found = {}
+    for name in ("w.q4", "w.q5", "w.q6", "w.q8"):
+        found[name] = ninfer.encode(stored[name]["format"], matrix(*stored[name]["shape"], len(name)))
+    fp8 = matrix(3, 70, 4)
+    fp8[1], fp8[0, 1] = 0, -0.0
+    found["w.fp8"] = ninfer.encode("fp8_e4m3fn_row_bf16", fp8)
+    single, stack = matrix(128, 64, 5), [matrix(128, 128, 1), matrix(128, 128, 9)]
+    for values in (single, *stack):
+        values[0, :16] = 0
+    found["w.nvfp4"] = ninfer.encode("nvfp4", single)
+    found["w.nvfp4x2"] = ninfer.encode("nvfp4", np.concatenate(stack), divisors=2)
+    two_bit, ternary = [0x3800, 0xBC00, 1, 0x8000, 0x2E66], [0x3800, 0x3C00, 0x2E66, 1, 0x3555]
+    for name, words in (("w.q2", two_bit), ("w.q2_k64", two_bit), ("w.t2", ternary)):
+        (rows, columns), form = stored[name]["shape"], stored[name]["format"]
+        span, low, group = (4, -1, 64) if form.startswith("q2") else (3, -1, 128)
+        r, c = np.mgrid[:rows, :columns]
+        groups = np.mgrid[:rows, : -(-columns // group)]
+        scales = np.array(words, np.uint16)[(3 * groups[0] + groups[1]) % 5]
+        found[name] = ninfer.pack_grouped(form, (5 * r + 7 * c + len(name)) % span + low, scales)
+    for name, data in found.items():
+        assert hashlib.sha256(data).hexdigest() == stored[name]["encoded_sha256"], name
