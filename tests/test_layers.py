@@ -83,7 +83,14 @@ def test_imports_run_downwards(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["deepspeed_affine", "deepspeed_affine.ir", "deepspeed_affine.plan.conversion", "deepspeed_affine.cli"]
+    "module",
+    [
+        "deepspeed_affine",
+        "deepspeed_affine.ir",
+        "deepspeed_affine.plan.conversion",
+        "deepspeed_affine.ninfer",
+        "deepspeed_affine.cli",
+    ],
 )
 def test_importing_needs_neither_torch_nor_deepspeed(module: str) -> None:
     code = f"import sys, {module}; sys.exit(any(name in sys.modules for name in ('torch', 'deepspeed')))"

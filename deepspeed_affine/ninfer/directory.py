@@ -224,15 +224,17 @@ class Directory:
                 self._check_binding(binding, f"uses {number}: auxiliary {shown(role)}")
 
     def _check_binding(self, binding: Binding, where: str) -> None:
+        counts: dict[str, int] = {}
         for object_id in binding.objects:
-            if not isinstance(self.objects.get(object_id), TensorObject):
+            record = self.objects.get(object_id)
+            if not isinstance(record, TensorObject):
                 raise ReferenceError_(f"{where}: object {shown(object_id)} is no tensor of this artifact.")
+            counts[object_id] = record.elements
         for part in binding.parts:
-            count = self.tensor(part.object).elements
-            if part.end > count:
+            if part.end > counts[part.object]:
                 raise ReferenceError_(
                     f"{where}: its part [{part.begin}, {part.end}) ends past object {shown(part.object)}, which has "
-                    f"{count} elements."
+                    f"{counts[part.object]} elements."
                 )
 
 

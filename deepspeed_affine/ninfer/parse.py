@@ -69,7 +69,9 @@ def binding_of(value: object, where: str) -> Binding:
     _present(found, where, "object")
     if "parts" not in found:
         return Binding(found.get("object"))
-    return Binding(found.get("object"), tuple(_array(found["parts"], f"{where}: part", _part)))
+    if not isinstance(found["parts"], list):
+        raise SchemaError(f"{where}: its parts are {shown(found['parts'])}; expected an array.")
+    return Binding(found.get("object"), _parts(found["parts"], f"{where}: part"))
 
 
 def use_of(value: object, where: str) -> Use:
@@ -97,6 +99,14 @@ def _object(value: object, where: str) -> ObjectRecord:
         found = _members(value, where, ("id", "kind", "encoding", "offset", "bytes"), ())
         return ResourceObject(found["id"], found["encoding"], found["offset"], found["bytes"])
     raise SchemaError(f"its kind is {shown(kind)}; expected 'tensor' or 'resource'.")
+
+
+def _parts(value: list[object], where: str) -> tuple[Part, ...]:
+    # There may be hundreds of thousands, and where one is needs saying only where it is wrong.
+    try:
+        return tuple([_part(item, where) for item in value])
+    except AffineError:
+        return tuple(_array(value, where, _part))
 
 
 def _part(value: object, where: str) -> Part:

@@ -200,8 +200,8 @@ class Part:
 
     def __post_init__(self) -> None:
         identifier(self.object, "A part's object")
-        for value in (self.begin, self.end):
-            u64(value, "A part's range")
+        u64(self.begin, "A part's range")
+        u64(self.end, "A part's range")
         if self.begin >= self.end:
             raise ReferenceError_(
                 f"A part of object {shown(self.object)} has the range [{self.begin}, {self.end}); expected one element "

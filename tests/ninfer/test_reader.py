@@ -383,3 +383,31 @@ def test_many_parts_are_read_in_time_that_grows_with_them(tmp_path):
         assert np.array_equal(np.concatenate(list(artifact.blocks("p", 1000))), values.reshape(-1))
     # Some seconds on a busy machine; quadratic would be minutes.
     assert time.perf_counter() - start < 60
+
+
+def test_reading_one_component_reads_no_byte_of_another(tmp_path, monkeypatch):
+    specs = [ninfer.TensorSpec(name, (64, 128), "q4_g64_fp16") for name in ("text.w", "mtp.w", "text.v")]
+    components = {"text": {"config": {}}, "mtp": {"config": {}, "target": "text"}}
+    bindings = {name.replace(".", "/"): {"object": name} for name in ("text.w", "mtp.w", "text.v")}
+    with ninfer.Writer(tmp_path / "a", specs, components, bindings, durable=False) as writer:
+        for spec in specs:
+            writer.write_values(spec.id, np.ones(spec.shape, np.float32))
+    touched, real = [], os.preadv
+
+    def noted(fd, views, offset):
+        count = real(fd, views, offset)
+        touched.append((offset, offset + count))
+        return count
+
+    monkeypatch.setattr(os, "preadv", noted)
+    with ninfer.open(tmp_path / "a", components=["text"]) as artifact:
+        opened = len(touched)
+        assert max(end for _, end in touched) <= artifact.payload_offset
+        bound = artifact.bind({"text/w": ((64, 128), None), "text/v": ((64, 128), None)}, ["text"])
+        assert len(touched) == opened
+        for name in bound.parameters:
+            artifact.read_parameter(name)
+        private = artifact.objects["mtp.w"]
+        first = artifact.payload_offset + private.offset
+        assert len(touched) > opened
+        assert all(end <= first or begin >= first + private.nbytes for begin, end in touched[opened:])
