@@ -29,6 +29,7 @@ from deepspeed_affine.lowering.states import FP32
 from deepspeed_affine.lowering.stock_rules import NEWEST_KNOWN, StockRules
 from deepspeed_affine.plan.conversion import ConversionPlan, SourceStorage, TensorFile
 from deepspeed_affine.storage.files import ByteReader, name_of
+from deepspeed_affine.storage.manifest import Manifest
 from deepspeed_affine.storage.refs import TensorRef
 
 __all__ = ["Weight", "Weights", "open_weights"]
@@ -183,7 +184,9 @@ def _universal(side: UniversalSide, reader: ByteReader, source_crc: bool) -> Wei
         if shape is not None and task.shape == (product(shape),):
             task = replace(task, shape=shape, map_shape=shape)
         found[task.param] = _weight(task, storages, pieces, None)
-    source = {"kind": "universal", "folder": name_of(side.path)}
+    source: dict[str, Any] = {"kind": "universal", "folder": name_of(side.path)}
+    if side.folder.manifest is not None:
+        source["manifest"] = dict(Manifest.read(side.path).identity)
     found = _in_order(found, side.models)
     return Weights(found, _tied(side.aliases, found), source)
 

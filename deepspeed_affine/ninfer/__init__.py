@@ -45,6 +45,7 @@ from deepspeed_affine.ninfer.records import (
     TensorObject,
     Use,
 )
+from deepspeed_affine.ninfer.rows import slice_rows
 from deepspeed_affine.ninfer.writer import Writer, reshard_files
 
 __all__ = [
@@ -97,4 +98,5 @@ __all__ = [
     "plan_geometry",
     "reshard_files",
     "round_to_bf16",
+    "slice_rows",
 ]

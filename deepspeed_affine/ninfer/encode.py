@@ -13,6 +13,7 @@ from deepspeed_affine.ninfer.errors import EncodingError, ValueDomainError
 from deepspeed_affine.ninfer.floats import (
     E4M3FN,
     U8,
+    as_array,
     as_float32,
     bf16_to_float32,
     e2m1_words,
@@ -48,12 +49,13 @@ _NVFP4_TOP = 2688.0
 def encode(format_name: str, values: Any, divisors: int = 1) -> U8:
     """The encoded object of the values, whose shape is the tensor's.
 
-    ``bf16`` takes words (uint16) or float32 numbers that are bfloat16 already, ``fp32`` and ``int32`` their own type;
-    nothing is rounded there. The others take finite floats and round as ``ENCODERS`` names it, ``t2_g128_fp16`` exact
-    ternary ones only. ``nvfp4`` with ``divisors`` encodes that many stacked matrices. ``q2_g64_fp16`` has no encoder:
-    its codes are imported (``pack``). Raises ValueDomainError for values the format cannot take.
+    Numpy arrays and torch tensors are taken. ``bf16`` takes words (uint16) or float32 numbers that are bfloat16
+    already, ``fp32`` and ``int32`` their own type; nothing is rounded there. The others take finite floats and round as
+    ``ENCODERS`` names it, ``t2_g128_fp16`` exact ternary ones only. ``nvfp4`` with ``divisors`` encodes that many
+    stacked matrices. ``q2_g64_fp16`` has no encoder: its codes are imported (``pack``). Raises ValueDomainError for
+    values the format cannot take.
     """
-    array = np.asarray(values)
+    array = as_array(values, format_name)
     geometry = plan_geometry(format_name, None, array.shape, divisors)
     if geometry.layout == CONTIGUOUS:
         words = words_of(format_name, array)
@@ -117,7 +119,7 @@ def encode_rows(geometry: Geometry, row: int, values: Any, divisor: Any = None) 
 
     ``divisor`` is what ``nvfp4_divisor`` says of the whole source matrix these rows are of.
     """
-    array = np.asarray(values)
+    array = as_array(values, geometry.format)
     what = f"rows from {row} in {geometry.format}"
     if geometry.layout == CONTIGUOUS or array.ndim != 2 or array.shape[1] != geometry.columns:
         raise EncodingError(
@@ -180,7 +182,7 @@ def _fp8_planes(source: npt.NDArray[np.float32], what: str) -> dict[str, U8]:
 
 def nvfp4_divisor(matrix: Any, what: str = "nvfp4") -> Any:
     """The divisor a source matrix is encoded with: its largest value becomes the largest that can be told, 2688."""
-    largest = float(np.abs(as_float32(matrix, what)).max())
+    largest = float(np.abs(as_float32(as_array(matrix, NVFP4), what)).max())
     return divisor_of(largest, what)
 
 

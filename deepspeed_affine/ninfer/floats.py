@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ __all__ = [
     "E2M1",
     "E4M3FN",
     "E4M3FN_MAX",
+    "as_array",
     "as_float32",
     "bf16_to_float32",
     "e2m1_words",
@@ -87,6 +89,22 @@ def e2m1_words(values: F32) -> U8:
         words += (size >= np.float32(bound)) if inclusive else (size > np.float32(bound))
     words |= np.signbit(values).astype(np.uint8) << np.uint8(3)
     return words
+
+
+def as_array(values: Any, format_name: str) -> npt.NDArray[Any]:
+    """The values, also a torch tensor's, as a numpy array.
+
+    bfloat16, which numpy has not, becomes words for ``bf16`` and float32 for every other format.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(values, torch.Tensor):
+        return np.asarray(values)
+    values = values.detach().cpu()
+    if values.dtype is not torch.bfloat16:
+        found: npt.NDArray[Any] = values.numpy()
+        return found
+    words: npt.NDArray[Any] = values.contiguous().view(torch.int16).numpy().view(np.uint16)
+    return words if format_name == "bf16" else bf16_to_float32(words)
 
 
 def as_float32(values: Any, what: str) -> F32:

@@ -22,6 +22,7 @@ from deepspeed_affine.ninfer.encode import encode_rows, nvfp4_divisor, words_of
 from deepspeed_affine.ninfer.errors import WriterError
 from deepspeed_affine.ninfer.fileplan import FilePlan, ResourceSpec, TensorSpec, plan_files, plan_objects
 from deepspeed_affine.ninfer.fileset import open_file_set, payload_segments
+from deepspeed_affine.ninfer.floats import as_array
 from deepspeed_affine.ninfer.formats import CONTIGUOUS, DIRECT, NVFP4
 from deepspeed_affine.ninfer.framing import ENTRY_MAGIC, PART_MAGIC, Header
 from deepspeed_affine.ninfer.json_text import parse_json
@@ -146,7 +147,7 @@ class Writer:
     def write_values(self, object_id: str, values: Any) -> None:
         """The whole tensor is encoded and written, a block of rows at a time; see ``encode`` for what is taken."""
         record = self._tensor(object_id)
-        array = np.asarray(values)
+        array = as_array(values, record.format)
         if array.shape != record.shape:
             raise WriterError(f"Object {shown(object_id)}: values of shape {array.shape}; expected {record.shape}.")
         geometry = geometry_of(record)
@@ -170,7 +171,7 @@ class Writer:
         record = self._tensor(object_id)
         if record.layout != CONTIGUOUS:
             raise WriterError(f"Object {shown(object_id)}: is {record.format}; expected rows of it, by write_rows.")
-        self.write(object_id, words_of(record.format, np.asarray(values)), begin * DIRECT[record.format])
+        self.write(object_id, words_of(record.format, as_array(values, record.format)), begin * DIRECT[record.format])
 
     def finish(self) -> None:
         """The artifact is complete under its names; an object that is not fully written is a ``WriterError``."""

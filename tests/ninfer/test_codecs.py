@@ -22,10 +22,11 @@ from ninfer_oracle import (
 
 from deepspeed_affine.ninfer.decode import decode, decode_range
 from deepspeed_affine.ninfer.encode import encode, encode_rows, join, nvfp4_divisor
-from deepspeed_affine.ninfer.errors import RangeError, ReferenceError_, ValueDomainError
+from deepspeed_affine.ninfer.errors import EncodingError, RangeError, ReferenceError_, ValueDomainError
 from deepspeed_affine.ninfer.floats import bf16_to_float32, e4m3fn_words, round_to_bf16
 from deepspeed_affine.ninfer.layouts import plan_geometry
 from deepspeed_affine.ninfer.pack import pack_fp8, pack_grouped, pack_nvfp4
+from deepspeed_affine.ninfer.rows import slice_rows
 from deepspeed_affine.ninfer.validate import check_values
 
 ABSMAX = ("q4_g64_fp16", "q5_g64_fp16", "q6_g64_fp16", "q8_g32_fp16")
@@ -278,10 +279,35 @@ def test_blocks_of_rows_make_the_same_object_and_stand_alone(name):
     assert covered[0][0] == 0
     assert covered[-1][1] == geometry.total
     assert all(a[1] == b[0] for a, b in pairwise(covered))
-    alone = geometry.rows_alone(128, 384)
-    planes = {span.name: whole[span.offset : span.end] for span in geometry.row_spans(128, 384)}
-    cut = join(alone, iter([(alone.plane(n).offset, data) for n, data in planes.items()]))
+    alone, cut = slice_rows(geometry, fetch_of(whole), 128, 384)
+    assert alone == plan_geometry(name, None, (256, 192))
     assert np.array_equal(decode(alone, cut), decode(geometry, whole)[128:])
+    check_values(alone, fetch_of(cut))
+
+
+def test_rows_of_stacked_matrices_take_their_divisors():
+    parts = [np.random.default_rng(n).normal(size=(256, 64)).astype(np.float32) * 5**n for n in range(3)]
+    whole = encode("nvfp4", np.concatenate(parts), divisors=3)
+    geometry = plan_geometry("nvfp4", None, (768, 64), 3)
+    values = decode(geometry, whole)
+    for first, stop, divisors in ((0, 256, 1), (256, 768, 2), (384, 512, 1), (512, 640, 1), (0, 768, 3)):
+        alone, cut = slice_rows(geometry, fetch_of(whole), first, stop)
+        assert alone.divisors == divisors
+        assert np.array_equal(decode(alone, cut), values[first:stop])
+    with pytest.raises(EncodingError):
+        slice_rows(geometry, fetch_of(whole), 128, 384)
+
+
+@pytest.mark.parametrize("name", ["bf16", "q4_g64_fp16", "fp8_e4m3fn_row_bf16", "nvfp4", "fp32"])
+def test_torch_tensors_are_encoded_as_their_values(name):
+    import torch
+
+    for kind in (torch.float32, torch.bfloat16, torch.float16):
+        tensor = torch.randn(128, 64, generator=torch.Generator().manual_seed(1)).to(kind).requires_grad_()
+        values = tensor.detach().to(torch.float32).numpy()
+        if name in ("bf16", "fp32") and kind not in ({"bf16": torch.bfloat16, "fp32": torch.float32}[name],):
+            continue
+        assert encode(name, tensor).tobytes() == encode(name, values).tobytes()
 
 
 def test_ranges_outside_are_refused():
