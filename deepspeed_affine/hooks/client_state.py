@@ -61,14 +61,17 @@ def stated_info(engine: Any, own: Mapping[str, Any]) -> dict[str, Any]:
 def saves_attribute(engine: Any) -> bool:
     """Whether the installed DeepSpeed writes the module's attribute into this engine's checkpoints."""
     names = vars(import_module("deepspeed.runtime.engine"))
-    return "UNIVERSAL_CHECKPOINT_INFO" in names and (not engine.has_moe_layers or _reserves(names))
+    return "UNIVERSAL_CHECKPOINT_INFO" in names and (not engine.has_moe_layers or knows_universal_experts())
 
 
 def refuses_key(engine: Any) -> bool:
     """Whether the installed DeepSpeed refuses ``universal_checkpoint_info`` in this engine's client state."""
-    return bool(engine.has_moe_layers) and _reserves(vars(import_module("deepspeed.runtime.engine")))
+    return bool(engine.has_moe_layers) and knows_universal_experts()
 
 
-def _reserves(names: Mapping[str, Any]) -> bool:
-    """The save of models with experts reads the attribute and reserves its key since it also records folding."""
-    return "FOLDING_METADATA_KEY" in names
+def knows_universal_experts() -> bool:
+    """Whether the installed DeepSpeed, from 0.19.4 on, saves and loads universal checkpoints of models with experts.
+
+    Such a version also records how experts are folded into tensor parallelism, which is what it is told by.
+    """
+    return "FOLDING_METADATA_KEY" in vars(import_module("deepspeed.runtime.engine"))

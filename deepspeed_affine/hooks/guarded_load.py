@@ -13,6 +13,7 @@ from typing import Any
 
 from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults, UnsupportedLayoutError
 from deepspeed_affine.hooks.agreement import together
+from deepspeed_affine.hooks.client_state import knows_universal_experts
 from deepspeed_affine.hooks.restoring import Restorer
 from deepspeed_affine.hooks.stored_params import FP32, STEP
 
@@ -68,6 +69,11 @@ def _check(engine: Any, restorer: Restorer, load_dir: str, tag: str, faults: Fau
         raise UnsupportedLayoutError(
             f"{folder}: DeepSpeed's load_checkpoint does not read a universal checkpoint into an optimizer offloaded "
             "to NVMe; it copies swap files of the same topology instead. Set offload_optimizer.device to 'cpu'."
+        )
+    if engine.has_moe_layers and not knows_universal_experts():
+        raise UnsupportedLayoutError(
+            f"{folder}: before 0.19.4 DeepSpeed's load_checkpoint reads the expert files of an ordinary checkpoint, "
+            f"which a universal one does not have. Call {OURS} instead."
         )
     if not os.path.isdir(os.path.join(folder, "zero")):
         raise CheckpointFormatError(
