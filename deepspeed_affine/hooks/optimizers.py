@@ -7,7 +7,7 @@ without elements, and before the first step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -100,9 +100,10 @@ def partitions(engine: Any) -> list[Partition]:
     Raises UnsupportedLayoutError for an optimizer whose tensors are not in memory or not known here, by name.
     """
     optimizer = getattr(engine, "optimizer", None)
-    if optimizer is None:
+    # Without an optimizer, ZeRO-3 puts what partitions the parameters in its place.
+    if optimizer is None or type(optimizer).__name__ == "DeepSpeedZeRoOffload":
         return []
-    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    names = _Names(engine.module)
     _refuse_absent(optimizer)
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         return _zero3(optimizer, names)
@@ -135,6 +136,28 @@ def stage_of(engine: Any) -> int:
     return int(engine.zero_optimization_stage())
 
 
+class _Names:
+    """The module's names of its parameters, by identity."""
+
+    def __init__(self, module: Any) -> None:
+        self._known: dict[int, str] = {id(parameter): name for name, parameter in module.named_parameters()}
+
+    def __contains__(self, parameter: Any) -> bool:
+        return id(parameter) in self._known
+
+    def __getitem__(self, parameter: Any) -> str:
+        found = self._known.get(id(parameter))
+        if found is None:
+            raise UnsupportedLayoutError(
+                f"The engine's optimizer steps a parameter of shape {tuple(parameter.shape)} that the engine's module "
+                "does not have; expected all of its parameters under a name. Register it in the module."
+            )
+        return found
+
+    def of(self, parameters: Sequence[Any]) -> tuple[str, ...]:
+        return tuple(self[parameter] for parameter in parameters)
+
+
 def _refuse_absent(optimizer: Any) -> None:
     kind = type(optimizer).__qualname__
     if getattr(optimizer, "swap_optimizer", False):
@@ -162,34 +185,34 @@ def _refuse_absent(optimizer: Any) -> None:
         )
 
 
-def _zero12(optimizer: Any, names: Mapping[int, str]) -> list[Partition]:
+def _zero12(optimizer: Any, names: _Names) -> list[Partition]:
     found = []
     for group, tensor in enumerate(optimizer.single_partition_of_fp32_groups):
         ordered = optimizer.round_robin_bit16_groups[group]
         offsets = getattr(optimizer, "round_robin_bit16_offsets", None)
-        partition = Partition(group, tensor, optimizer.optimizer, _names(optimizer.bit16_groups[group], names))
+        partition = Partition(group, tensor, optimizer.optimizer, names.of(optimizer.bit16_groups[group]))
         _cut(partition, ordered, offsets[group] if offsets else _end_to_end(ordered), optimizer, names)
         if optimizer.optimizer.param_groups[group].get("use_muon", False) and not optimizer.cpu_offload:
             start = 0
             for parameter in optimizer.params_in_partition[group]:
-                name = names[id(parameter)]
+                name = names[parameter]
                 partition.whole.append(Fragment(name, parameter, 0, parameter.numel(), start, partition))
                 start += parameter.numel()
         found.append(partition)
     return found
 
 
-def _bf16(optimizer: Any, names: Mapping[int, str]) -> list[Partition]:
+def _bf16(optimizer: Any, names: _Names) -> list[Partition]:
     found = []
     for group, tensor in enumerate(optimizer.fp32_groups_flat_partition):
         members = optimizer.bf16_groups[group]
-        partition = Partition(group, tensor, optimizer.optimizer, _names(members, names))
+        partition = Partition(group, tensor, optimizer.optimizer, names.of(members))
         _cut(partition, members, _end_to_end(members), optimizer, names)
         found.append(partition)
     return found
 
 
-def _cut(partition: Partition, ordered: Sequence[Any], offsets: Sequence[int], optimizer: Any, names: Any) -> None:
+def _cut(partition: Partition, ordered: Sequence[Any], offsets: Sequence[int], optimizer: Any, names: _Names) -> None:
     """Add what of the group's parameters, which lie at ``offsets`` of one long tensor, falls into this rank's cut."""
     import torch.distributed as dist
 
@@ -198,11 +221,11 @@ def _cut(partition: Partition, ordered: Sequence[Any], offsets: Sequence[int], o
     for parameter, at in zip(ordered, offsets, strict=True):
         begin, end = max(at, first), min(at + parameter.numel(), first + length)
         if begin < end:
-            name = names[id(parameter)]
+            name = names[parameter]
             partition.fragments.append(Fragment(name, parameter, begin - at, end - begin, begin - first, partition))
 
 
-def _zero3(optimizer: Any, names: Mapping[int, str]) -> list[Partition]:
+def _zero3(optimizer: Any, names: _Names) -> list[Partition]:
     import torch.distributed as dist
 
     found = []
@@ -213,13 +236,13 @@ def _zero3(optimizer: Any, names: Mapping[int, str]) -> list[Partition]:
         if on_cpu.get(index, "cpu") != "cpu" and not inner.param_groups[group].get("use_muon", False):
             # Partial offload: what stays on the accelerator is stepped by an optimizer of its own.
             inner = optimizer.backup_optimizer
-        partition = Partition(group, tensor, inner, _names(optimizer.fp16_groups[index], names))
+        partition = Partition(group, tensor, inner, names.of(optimizer.fp16_groups[index]))
         offset = 0
         for parameter in optimizer.fp16_groups[index]:
             length: int = parameter.partition_numel()
             start, held = zero3_part(parameter, dist)
             if held:
-                name = names[id(parameter)]
+                name = names[parameter]
                 partition.fragments.append(Fragment(name, parameter, start, held, offset, partition))
             offset += length
         found.append(partition)
@@ -238,37 +261,33 @@ def zero3_part(parameter: Any, dist: Any) -> tuple[int, int]:
     return start, min(length, parameter.ds_numel - start)
 
 
-def _flat(optimizer: Any, names: Mapping[int, str]) -> list[Partition]:
+def _flat(optimizer: Any, names: _Names) -> list[Partition]:
     found = []
     for group, tensor in enumerate(optimizer.fp32_groups_flat):
         members = optimizer.fp16_groups[group]
-        partition = Partition(group, tensor, optimizer.optimizer, _names(members, names))
+        partition = Partition(group, tensor, optimizer.optimizer, names.of(members))
         for parameter, offset in zip(members, _end_to_end(members), strict=True):
             if parameter.numel():
-                name = names[id(parameter)]
+                name = names[parameter]
                 partition.fragments.append(Fragment(name, parameter, 0, parameter.numel(), offset, partition))
         found.append(partition)
     return found
 
 
-def _one_by_one(optimizer: Any, groups: Any, masters: Any, names: Mapping[int, str]) -> list[Partition]:
+def _one_by_one(optimizer: Any, groups: Any, masters: Any, names: _Names) -> list[Partition]:
     inner = getattr(optimizer, "optimizer", optimizer)
     found = []
     for group, (members, tensors) in enumerate(zip(groups, masters, strict=True)):
         for parameter, tensor in zip(members, tensors, strict=True):
             # A parameter the optimizer was given and the module does not have is nobody's to restore.
-            if not parameter.requires_grad or id(parameter) not in names:
+            if not parameter.requires_grad or parameter not in names:
                 continue
-            name = names[id(parameter)]
+            name = names[parameter]
             partition = Partition(group, tensor, inner, (name,))
             if parameter.numel():
                 partition.fragments.append(Fragment(name, parameter, 0, parameter.numel(), 0, partition))
             found.append(partition)
     return found
-
-
-def _names(parameters: Sequence[Any], names: Mapping[int, str]) -> tuple[str, ...]:
-    return tuple(names[id(parameter)] for parameter in parameters)
 
 
 def _end_to_end(parameters: Sequence[Any]) -> list[int]:

@@ -228,11 +228,15 @@ def run_source(case: Case, folder: Path) -> dict[str, Any]:
     return {}
 
 
-def convert(folder: Path) -> dict[str, Any]:
+def convert(case: Case, folder: Path) -> dict[str, Any]:
     from deepspeed_affine.cli import ds_to_universal
 
+    # 0.18.9 forgets to list what every rank holds whole.
+    forgets = case.tp > 1 and case.model in train.AUTOTP_MODELS and train.is_before(0, 19, 4)
+    options = ["--identical-shards", "replicated"] if forgets else []
+
     folders = ["--input_folder", str(folder / "ordinary" / "saved"), "--output_folder", str(folder / "universal")]
-    code = ds_to_universal(["--affine", *folders, "--inject_missing_state", "--no-fsync"])
+    code = ds_to_universal(["--affine", *folders, "--inject_missing_state", "--no-fsync", *options])
     if code:
         raise RuntimeError(f"converting ended with exit code {code}")
     return {}
@@ -306,7 +310,7 @@ def main(root: Path, names: list[str]) -> None:
             made[pair.source.name] = done = {}
             for stage, world, work in (
                 ("save", pair.source.world, partial(run_source, pair.source, source)),
-                ("convert", 1, partial(convert, source)),
+                ("convert", 1, partial(convert, pair.source, source)),
             ):
                 outcomes = train.fork_ranks(world, work, source / f"log_{stage}", train.CASE_TIMEOUT)
                 done[stage] = train.summarise(outcomes)

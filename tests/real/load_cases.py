@@ -51,6 +51,7 @@ def _plain() -> list[Pair]:
     three = Case("zero3_dp2", stage=3, steps=2)
     two = Case("zero2_dp4_bf16", world=4, stage=2, dtype="bf16")
     bf16opt = Case("bf16opt_dp4", world=4, dtype="bf16", config=BF16_OPTIMIZER)
+    zero = Case("zero0_dp2", stage=0)
     hpz = {"zero_optimization": {"zero_hpz_partition_size": 2}}
     return [
         Pair("zero1_same", one, one, warm=1, quick=True),
@@ -62,6 +63,9 @@ def _plain() -> list[Pair]:
         Pair("zero1_to_zero0", one, replace(one, stage=0), warm=1),
         Pair("zero1_to_bf16", one, replace(one, dtype="bf16")),
         Pair("zero1_to_offload", one, replace(one, stage=2, offload="cpu")),
+        Pair("zero0_same", zero, zero, warm=1),
+        Pair("zero0_to_zero1", zero, replace(zero, stage=1)),
+        Pair("zero0_to_zero3_dp4", zero, replace(zero, stage=3, world=4), warm=1),
         Pair("zero3_same", three, three, warm=1),
         Pair("zero3_to_dp1", three, replace(three, world=1)),
         Pair("zero3_to_dp4", three, replace(three, world=4), warm=1, local_ranks=2),
