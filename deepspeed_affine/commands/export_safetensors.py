@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import struct
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from deepspeed_affine.commands.export_weights import FLOATS, Weight, Weights
-from deepspeed_affine.errors import PolicyError, UnsupportedLayoutError
+from deepspeed_affine.commands.new_folder import new_folder
+from deepspeed_affine.errors import UnsupportedLayoutError
 from deepspeed_affine.execute.gather import word_of
 from deepspeed_affine.execute.typed import convert_dtype
 from deepspeed_affine.storage.dtypes import item_size
-from deepspeed_affine.storage.durable import fsync_folder, fsync_folders
+from deepspeed_affine.storage.durable import replace_file
 
 __all__ = ["INDEX", "export_safetensors"]
 
@@ -60,37 +59,22 @@ def export_safetensors(
     larger has a file of its own. Tied names are written once, and the header says which they are. Raises PolicyError
     where something is at ``folder`` already.
     """
-    target = os.path.abspath(folder)
-    if os.path.lexists(target):
-        raise PolicyError(f"{folder}: exists; expected no such folder, since nothing is overwritten.", file=folder)
     files = _split(weights, dtype, max_file_bytes)
     names = ["model.safetensors"]
     if len(files) > 1:
         names = [f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))]
-    private = tempfile.mkdtemp(
-        prefix=f".{os.path.basename(target)[:60]}.", suffix=".partial", dir=os.path.dirname(target)
-    )
-    try:
+    with new_folder(folder, durable=durable) as private:
         for name, held in zip(names, files, strict=True):
             _write_file(os.path.join(private, name), held, weights, dtype, durable, progress)
         if len(files) > 1:
             place = {weight.name: name for name, held in zip(names, files, strict=True) for weight in held}
             total = sum(_bytes(weight, dtype) for weight in weights.weights.values())
             index = {"metadata": {"total_size": total}, "weight_map": place}
-            with open(os.path.join(private, INDEX), "w", encoding="utf-8") as file:
-                file.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            replace_file(
+                os.path.join(private, INDEX), text.encode("ascii"), os.path.join(private, ".index"), durable=durable
+            )
             names.append(INDEX)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(private, 0o777 & ~mask)
-        if durable:
-            fsync_folders(private)
-        os.rename(private, target)
-    except BaseException:
-        shutil.rmtree(private, ignore_errors=True)
-        raise
-    if durable:
-        fsync_folder(os.path.dirname(target))
     return names
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 
+from deepspeed_affine.commands.new_folder import new_folder
 from deepspeed_affine.errors import PolicyError
 from deepspeed_affine.ninfer.artifact import Artifact
 from deepspeed_affine.ninfer.decode import value_dtype
@@ -41,26 +40,15 @@ def extract(
     objects as ``.bin``, as they are stored. Without names it is all parameters and all resources. Raises PolicyError
     where something is at ``folder`` already.
     """
-    target = os.path.abspath(folder)
-    if os.path.lexists(target):
-        raise PolicyError(f"{folder}: exists; expected no such folder, since nothing is overwritten.", file=folder)
-    private = tempfile.mkdtemp(
-        prefix=f".{os.path.basename(target)[:60]}.", suffix=".partial", dir=os.path.dirname(target)
-    )
-    try:
-        made: list[str] = []
-        for name, write in _files(artifact, parameters, objects, encoded):
+    made: list[str] = []
+    with new_folder(folder) as private:
+        for name, blocks in _files(artifact, parameters, objects, encoded):
             if name in made:
                 raise PolicyError(f"{folder}: two things are to be written as {name!r}; name them one at a time.")
             with open(os.path.join(private, name), "xb") as file:
-                for block in write:
+                for block in blocks:
                     file.write(block)
             made.append(name)
-        os.chmod(private, 0o777 & ~_umask())
-        os.rename(private, target)
-    except BaseException:
-        shutil.rmtree(private, ignore_errors=True)
-        raise
     return made
 
 
@@ -112,9 +100,3 @@ def _header(dtype: np.dtype[Any], shape: Iterable[int]) -> bytes:
     described = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": tuple(shape)}
     np.lib.format.write_array_header_1_0(head, described)
     return head.getvalue()
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

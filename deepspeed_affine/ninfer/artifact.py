@@ -229,7 +229,8 @@ class Artifact:
         return self._values(name, binding, 0, count).reshape(shape)
 
     def read_parameter_range(self, name: str, begin: int, end: int) -> Values:
-        """Elements ``[begin, end)`` of a parameter in C order, flat; nothing else of it is decoded."""
+        """Elements ``[begin, end)`` of a parameter in C order, flat; rows without any of them are not read,
+        except of parents small enough to be kept."""
         binding = self._binding(name)
         count = self.directory.elements_of(binding)
         if not 0 <= begin <= end <= count:

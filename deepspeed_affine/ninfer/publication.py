@@ -45,6 +45,11 @@ class PrivateFiles:
         ``target`` is the absolute path of the entry. Raises OutputExistsError where a file has one of the names, and
         PolicyError while another process writes this artifact or where the private folder is not of our making.
         """
+        if not os.path.isdir(os.path.dirname(target)):
+            raise WriterError(
+                f"{target}: is to be written in a folder that does not exist; expected one that does. Make it first.",
+                file=target,
+            )
         private = PrivateFolder.take(target)
         try:
             # What an earlier run of another kind has left there is not ours to remove.

@@ -226,7 +226,9 @@ def test_safetensors_in_many_files(kind, universal, tmp_path):
         ["--to", "ninfer", "--format", "q4"], ["--to", "ninfer", "--format", "int32"],
         ["--to", "ninfer", "--recipe", "none.json"],
         ["--to", "ninfer", "--max-file-bytes", "100"], ["--to", "ninfer", "--output", ""],
-        ["--to", "ninfer", "--output", "s3://x/y"], ["--to", "ninfer", "--input_folder", "none"],
+        ["--to", "ninfer", "--output", "s3://x/y"],
+        ["--to", "ninfer", "--output", "no/such/m"], ["--to", "safetensors", "--output", "no/such/m"],
+        ["--to", "ninfer", "--input_folder", "none"],
     ],
 )  # fmt: skip
 def test_bad_options(options, universal, tmp_path, capsys):

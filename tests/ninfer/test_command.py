@@ -97,7 +97,29 @@ def test_extract(tmp_path, capsys):
         assert (raw / "w.q5.bin").read_bytes() == artifact.read_encoded("w.q5")
     assert ds_affine(["ninfer", "extract", str(DATA / "allfmt.ninfer"), "--output", str(raw)]) == 2
     assert ds_affine(["ninfer", "extract", str(DATA / "allfmt.ninfer"), "--output", f"{raw}2", "--object", "x"]) == 2
+    assert ds_affine(["ninfer", "extract", str(DATA / "allfmt.ninfer"), "--output", str(tmp_path / "no" / "x")]) == 2
+    assert "does not exist" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["few", "out", "raw"]
+
+
+def test_what_a_killed_run_left_is_removed_and_a_conversions_is_not(tmp_path, capsys):
+    from pathlib import Path
+
+    from deepspeed_affine.storage.private import PrivateFolder
+
+    arguments = ["ninfer", "extract", str(DATA / "allfmt.ninfer"), "--output", str(tmp_path / "out")]
+    private = PrivateFolder.take(str(tmp_path / "out"))
+    Path(private.files).mkdir()
+    (Path(private.files) / "half").write_bytes(b"x")
+    private.release()
+    assert ds_affine(arguments) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert not (tmp_path / "out" / "half").exists()
+    private = PrivateFolder.take(str(tmp_path / "other"))
+    Path(private.journal(0)).write_bytes(b"")
+    private.release()
+    assert ds_affine([*arguments[:-1], str(tmp_path / "other")]) == 2
+    assert Path(private.journal(0)).exists()
 
 
 def test_split(tmp_path, capsys):
