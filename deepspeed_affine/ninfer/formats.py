@@ -81,7 +81,7 @@ _LAYOUTS = {
 
 def layout_of_format(name: str, subject: str = "a tensor") -> str:
     """The one layout that holds the format; an unknown format is an ``EncodingError``."""
-    found = _LAYOUTS.get(name)
+    found = _LAYOUTS.get(name) if isinstance(name, str) else None
     if found is None:
         raise EncodingError(f"{subject}: format {shown(name)} is not known; expected one of {', '.join(_LAYOUTS)}.")
     return found

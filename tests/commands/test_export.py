@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from safetensors.torch import load_file
 
 from deepspeed_affine import ninfer
 from deepspeed_affine.cli import ds_affine
+from deepspeed_affine.errors import AffineError
 
 TENSORS = {
     "embed.weight": torch.randn(300, 128, generator=torch.Generator().manual_seed(1)),
@@ -237,6 +240,42 @@ def test_bad_options(options, universal, tmp_path, capsys):
     assert ds_affine(arguments) == 2
     assert "internal error" not in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_any_recipe_is_taken_or_refused(universal, tmp_path):
+    """Recipes with a member removed, replaced or misplaced: a plan or an error of ours, never another."""
+    from deepspeed_affine.commands.export_recipe import plan_export, read_recipe
+    from deepspeed_affine.commands.export_weights import open_weights
+    from deepspeed_affine.storage.files import ByteReader
+
+    rng = random.Random(5)
+    values = [None, True, 0, -1, 1.5, "", "x", "layer.q", "q4_g64_fp16", [], {}, ["layer.k"], {"object": "w.qk"}, [[]]]
+    (tmp_path / "tok.json").write_bytes(b"{}")
+
+    def places(value, path=()):
+        yield path
+        inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, item in inner:
+            yield from places(item, (*path, key))
+
+    planned = 0
+    with ByteReader() as reader:
+        weights = open_weights(str(universal), reader)
+        for _ in range(1500):
+            recipe = json.loads(json.dumps({**RECIPE, "rest": "each"}))
+            *path, key = rng.choice([place for place in places(recipe) if place])
+            owner = recipe
+            for step in path:
+                owner = owner[step]
+            if rng.random() < 0.2:
+                del owner[key]
+            else:
+                owner[key] = rng.choice(values)
+            (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+            with suppress(AffineError, OSError):
+                plan_export(weights, read_recipe(str(tmp_path / "recipe.json")))
+                planned += 1
+    assert planned > 100
 
 
 PROGRAM = """

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import shutil
 import tracemalloc
 
 import pytest
-from samples import DATA, EXPECTED
+from samples import DATA, EXPECTED, entry, small, small_payload
 
 from deepspeed_affine import ninfer
 
@@ -131,3 +132,73 @@ def test_cut_files(tmp_path):
                     _, found = everything(paths[0])
                     assert found["valid"] is ninfer.FileSetError
             path.write_bytes(data)
+
+
+VALUES = [
+    None, True, False, 0, 1, -1, 2**63, 2**64, 1.5, "", "x", "text", "w", "\0", "\ud800", "a/b", [], {}, [0, 1], ["w"],
+    {"object": "w"}, [[]], {"config": {}}, "raw_bytes_v1", "nvfp4", "row_scale_v1",
+]  # fmt: skip
+
+
+def places(value, path=()):
+    """Every place of a JSON value."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in inner:
+        yield from places(item, (*path, key))
+
+
+def changed_at(root, path, rng):
+    """A copy with the place removed, replaced, doubled or renamed."""
+    root = copy.deepcopy(root)
+    owner = root
+    for key in path[:-1]:
+        owner = owner[key]
+    key, kind = path[-1], rng.randrange(5)
+    if kind == 0:
+        del owner[key]
+    elif kind == 1 and isinstance(owner, list):
+        owner.insert(key, copy.deepcopy(owner[key]))
+    elif kind == 1:
+        owner[rng.choice(["extra", "range", "object", "parts", "config", "\ud800", ""])] = owner.pop(key)
+    elif kind == 2 and type(owner[key]) is int:
+        owner[key] += rng.choice([-1, 1, 256, -256, 2**62])
+    else:
+        owner[key] = copy.deepcopy(rng.choice(VALUES))
+    return root
+
+
+def structures(tmp_path, rounds, seed):
+    rng = random.Random(seed)
+    outcomes = {"refused": 0, "read": 0}
+    for root, payload in ((small(), small_payload()), allfmt()):
+        where = [path for path in places(root) if path]
+        for _ in range(rounds // 2):
+            path = tmp_path / "a.ninfer"
+            made = changed_at(root, rng.choice(where), rng)
+            if rng.random() < 0.3:
+                left = [each for each in places(made) if each]
+                made = changed_at(made, rng.choice(left), rng)
+            path.write_bytes(entry(made, payload))
+            try:
+                everything(path)
+            except OPENING:
+                outcomes["refused"] += 1
+            else:
+                outcomes["read"] += 1
+    return outcomes
+
+
+def allfmt():
+    with ninfer.open(DATA / "allfmt.ninfer") as artifact:
+        return artifact.directory.to_json(), artifact.read_payload(0, artifact.payload_bytes)
+
+
+def test_changed_records(tmp_path):
+    outcomes = structures(tmp_path, 2000, seed=3)
+    assert min(outcomes.values()) > 100
+
+
+@pytest.mark.heavy
+def test_changed_records_20000(tmp_path):
+    structures(tmp_path, 20_000, seed=4)
