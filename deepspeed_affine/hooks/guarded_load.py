@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults, UnsupportedLayoutError
@@ -23,6 +24,9 @@ OURS = "deepspeed_affine.load_checkpoint(engine, load_dir)"
 ADAM = (FP32, "exp_avg", "exp_avg_sq")
 """What DeepSpeed's ZeRO-3 loader reads, whatever the optimizer keeps."""
 
+_WEIGHTS_ONLY = "load_module_checkpoint_state_from_checkpoint_dir_stage3"
+"""The ZeRO-3 optimizer's method for weights alone; versions without it load the states in any case."""
+
 
 def guarded(restorer: Restorer, stock: Callable[..., Any]) -> Callable[..., Any]:
     """A method for one engine that loads as ``stock`` does, by way of ``restorer`` for a universal checkpoint."""
@@ -34,8 +38,10 @@ def guarded(restorer: Restorer, stock: Callable[..., Any]) -> Callable[..., Any]
         found = tag if tag is not None else _latest(load_dir)
         if found is not None:
             folder = os.path.join(load_dir, str(found))
+            options = signature(stock).bind(load_dir, tag, *args, **kwargs).arguments
+            weights_only = options.get("load_module_only", False) or not options.get("load_optimizer_states", True)
             with together(folder) as faults, restorer.stand_ins():
-                _check(engine, restorer, load_dir, str(found), faults)
+                _check(engine, restorer, load_dir, str(found), bool(weights_only), faults)
         try:
             restorer.link()
             with restorer.stand_ins():
@@ -58,7 +64,7 @@ def _latest(load_dir: str) -> str | None:
         return None
 
 
-def _check(engine: Any, restorer: Restorer, load_dir: str, tag: str, faults: Faults) -> None:
+def _check(engine: Any, restorer: Restorer, load_dir: str, tag: str, weights_only: bool, faults: Faults) -> None:
     folder = os.path.join(load_dir, tag)
     if not engine.zero_optimization():
         raise UnsupportedLayoutError(
@@ -82,7 +88,8 @@ def _check(engine: Any, restorer: Restorer, load_dir: str, tag: str, faults: Fau
             file=folder,
         )
     _check_model_files(engine, folder, load_dir, tag)
-    _check_params(restorer, os.path.join(folder, "zero"), faults)
+    stage3 = (FP32,) if weights_only and hasattr(engine.optimizer, _WEIGHTS_ONLY) else ADAM
+    _check_params(restorer, os.path.join(folder, "zero"), stage3, faults)
 
 
 def _check_model_files(engine: Any, folder: str, load_dir: str, tag: str) -> None:
@@ -112,7 +119,11 @@ def _check_model_files(engine: Any, folder: str, load_dir: str, tag: str) -> Non
     )
 
 
-def _check_params(restorer: Restorer, zero: str, faults: Faults) -> None:
+def _check_params(restorer: Restorer, zero: str, stage3: tuple[str, ...], faults: Faults) -> None:
+    """Every parameter this rank holds a fragment of is stored, with what is asked for, in a shape that fits.
+
+    ``stage3`` are the states a ZeRO-3 engine asks for; others take what is there.
+    """
     stored = restorer.source(zero)
     for group in restorer.groups:
         for param in group:
@@ -122,7 +133,7 @@ def _check_params(restorer: Restorer, zero: str, faults: Faults) -> None:
                 live = restorer.live(param)
                 states = stored.states(live)
                 if restorer.is_stage3:
-                    missing = sorted(set(ADAM) - set(states))
+                    missing = sorted(set(stage3) - set(states))
                     if missing:
                         raise UnsupportedLayoutError(
                             f"parameter {live.name!r}: no {' and no '.join(missing)} is stored, which is what "
@@ -130,7 +141,7 @@ def _check_params(restorer: Restorer, zero: str, faults: Faults) -> None:
                             f"{OURS} instead.",
                             param=live.name,
                         )
-                    states = ADAM
+                    states = stage3
                 for state in states:
                     if state == STEP or stored.number(live, state) is not None:
                         continue

@@ -151,6 +151,18 @@ def run_load(case: Case, folder: Path, options: dict[str, Any]) -> dict[str, Any
     }
 
 
+def run_stock_load(case: Case, folder: Path) -> dict[str, Any]:
+    """DeepSpeed alone: its own converter's folder, its own loader, no ``attach``."""
+    engine = build_engine(case, load_universal=True)
+    path, _ = engine.load_checkpoint(str(folder), tag="stock")
+    if path is None:
+        raise RuntimeError("load_checkpoint loaded nothing")
+    if train.is_before(0, 19, 8) and case.stage in (1, 2):
+        train.relink_weights(engine.optimizer)
+    keep(folder / "stock_held", train.gather_truth(engine, case))
+    return {}
+
+
 def keep(folder: Path, held: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(held, folder / f"rank{torch.distributed.get_rank()}.pt")
@@ -196,6 +208,9 @@ def run_pair(pair: Pair, root: Path) -> dict[str, Any]:
             partial(run_load, pair.target, folder, options),
         ),
     }
+    if pair.stock:
+        stages["stock"] = (1, partial(train.convert_stock, source, folder / "stock"))
+        stages["stock_load"] = (pair.target.world, partial(run_stock_load, pair.target, folder))
     for stage, (world, work) in stages.items():
         outcomes = train.fork_ranks(world, work, folder / f"log_{stage}", TIMEOUT)
         done[stage] = train.summarise(outcomes)

@@ -34,6 +34,8 @@ class Pair:
     """What DeepSpeed's loader loses whoever asks it: what is said of it, as a pattern."""
     environment: str = "installed"
     """``installed``, ``hf5``, or a version of DeepSpeed."""
+    stock: bool = False
+    """Whether DeepSpeed's own converter and loader, without ``attach``, are tried on what was saved too."""
     nodes: bool = False
     """Whether every rank is the first of a machine of its own."""
     damage: str | None = None
@@ -53,7 +55,7 @@ def _plain() -> list[Pair]:
     for stage in (1, 2, 3):
         for dtype in ("fp32", "bf16"):
             case = Case(f"zero{stage}_{dtype}", stage=stage, dtype=dtype)
-            pairs.append(same(f"plain_zero{stage}_{dtype}", case))
+            pairs.append(same(f"plain_zero{stage}_{dtype}", case, stock=True))
         case = Case(f"zero{stage}_fp32", stage=stage)
         pairs.append(Pair(f"plain_zero{stage}_dp1", case, replace(case, world=1)))
         pairs.append(Pair(f"plain_zero{stage}_dp3", case, replace(case, world=3)))
@@ -83,7 +85,7 @@ def _tensor_parallel() -> list[Pair]:
     for stage in (1, 2, 3):
         for shape, options in (("even", EVEN), ("uneven", UNEVEN)):
             case = Case(f"tp2_zero{stage}_{shape}", model="llama", stage=stage, tp=2, model_options=options)
-            pairs.append(same(f"tp2_zero{stage}_{shape}", case))
+            pairs.append(same(f"tp2_zero{stage}_{shape}", case, stock=True))
     base = Case("tp", model="llama", model_options=WIDE)
     tied = replace(base, model_options={**EVEN, "tied": True})
     for stage in (1, 3):
@@ -105,14 +107,14 @@ def _tensor_parallel() -> list[Pair]:
 def _others() -> list[Pair]:
     hand = Case("hand", model="hand_tp", tp=2)
     return [
-        same("hand2", hand),
+        same("hand2", hand, stock=True),
         same("hand2dp2", replace(hand, world=4)),
         same("hand2_zero2", replace(hand, stage=2, dtype="bf16")),
         Pair("hand2to1", hand, replace(hand, world=1, tp=1)),
         Pair("hand1to2", replace(hand, world=1, tp=1), hand),
         Pair("hand2to4", hand, replace(hand, world=4, tp=4)),
         Pair("hand4to2", replace(hand, world=4, tp=4), hand),
-        same("pipe2", Case("pipe", model="pipe", pp=2)),
+        same("pipe2", Case("pipe", model="pipe", pp=2), stock=True),
         same("pipe2_bf16", Case("pipe", model="pipe", pp=2, dtype="bf16", config=BF16_OPTIMIZER)),
         same("pipe2dp2", Case("pipe", model="pipe", world=4, pp=2)),
         same("moe", Case("moe", model="moe", ep=2)),
@@ -138,7 +140,7 @@ def _scaled() -> list[Pair]:
 def _experts() -> list[Pair]:
     case = Case("autoep", model="mixtral", ep=2, transformers=5)
     return [
-        same("autoep_zero1", case, environment="hf5"),
+        same("autoep_zero1", case, environment="hf5", stock=True),
         same("autoep_zero2", replace(case, stage=2), environment="hf5"),
         same("autoep_zero3", replace(case, stage=3), environment="hf5"),
         same("autoep_dp2", replace(case, world=4), environment="hf5"),
@@ -155,7 +157,7 @@ def _versions() -> list[Pair]:
         for stage in (1, 2, 3):
             pairs.append(same(f"{at}_zero{stage}", Case("plain", stage=stage), environment=version))
         pairs.append(same(f"{at}_zero3_nodes", Case("plain", stage=3), environment=version, nodes=True))
-        pairs.append(same(f"{at}_hand2", hand, environment=version))
+        pairs.append(same(f"{at}_hand2", hand, environment=version, stock=True))
         pairs.append(
             Pair(
                 f"{at}_hand2to1",
@@ -166,10 +168,10 @@ def _versions() -> list[Pair]:
             )
         )
     pairs += [
-        same("v0189_tp2", equal, environment="0.18.9"),
+        same("v0189_tp2", equal, environment="0.18.9", stock=True),
         same("v0194_tp2", equal, environment="0.19.4"),
         same("v0194_tp2_llama", Case("l", model="llama", tp=2, model_options=EVEN), environment="0.19.4"),
-        same("v0196_tp2", Case("l", model="llama", tp=2, model_options=UNEVEN), environment="0.19.6"),
+        same("v0196_tp2", Case("l", model="llama", tp=2, model_options=UNEVEN), environment="0.19.6", stock=True),
         same("v0196_tp2_zero3", Case("l", model="llama", tp=2, stage=3, model_options=UNEVEN), environment="0.19.6"),
     ]
     return pairs

@@ -18,6 +18,8 @@ import torch
 from conftest import HERE, Environment
 from live_cases import PAIRS, Pair, pair_named
 
+from deepspeed_affine.parity import compare_universal
+
 pytestmark = pytest.mark.real
 
 Done = tuple[Pair, Path, dict[str, Any]]
@@ -106,6 +108,7 @@ def scale(facts: Pair, state: str) -> float:
 
 LOADED = [pytest.param(pair.name, id=pair.name) for pair in PAIRS if pair.error is None]
 LOST = [pytest.param(pair.name, id=pair.name) for pair in PAIRS if pair.lost is not None]
+STOCK = [pytest.param(pair.name, id=pair.name) for pair in PAIRS if pair.stock]
 REFUSED = [pytest.param(pair.name, id=pair.name) for pair in PAIRS if pair.error is not None]
 
 
@@ -170,3 +173,16 @@ def test_what_stock_loading_leaves_out_is_said(attached: Attached, pair: str) ->
     assert re.search(facts.lost, first[0]), first
     assert "deepspeed_affine.load_checkpoint" in first[0]
     assert others == [[] for _ in others]
+
+
+@pytest.mark.parametrize("pair", STOCK)
+def test_what_is_saved_is_read_by_deepspeed_alone(attached: Attached, pair: str) -> None:
+    """Its converter makes the same files of it, and its loader restores every rank's share of them."""
+    facts, folder, done = attached(pair)
+    for stage in ("stock", "stock_load"):
+        assert done[stage]["ok"], f"{stage}: {done[stage]['error']}"
+    report = compare_universal(folder / "universal", folder / "stock")
+    assert {row.path: row.detail for row in report.different} == {}
+    assert len(report.rows) > 20
+    before, now = held(folder / "saved", facts.source.world), held(folder / "stock_held", facts.target.world)
+    assert faults(facts, folder / "stock", before, now) == []
