@@ -26,6 +26,7 @@ class Prober:
     def __init__(self) -> None:
         self._found: dict[object, ParamAffineMap | AffineError] = {}
         self._full: dict[object, Shape] = {}
+        self._maps: dict[object, ParamAffineMap] = {}
 
     def map_of(self, partition: Partition, shards: dict[str, Shards], attribute: str, name: str) -> ParamAffineMap:
         """The canonical map of one of the layer's parameters; ``shards`` gives every rank's shape by attribute."""
@@ -55,11 +56,19 @@ class Prober:
         # The bias does not change how a weight is cut, while some functions read the weight to cut a bias.
         weight = self._full_shape(partition, shards, "weight")
         if attribute == "weight":
-            return found_map(partition.function(attribute, {"bias": None}), weight, partition.degree)
+            return self._map(partition, shards, attribute, weight, {"bias": None})
         if _divides_bias(partition):
             return replicated_map(shards["bias"][0], partition.degree, 1.0 / partition.degree).canonical()
         full = self._full_shape(partition, shards, "bias")
-        return found_map(partition.function(attribute, {"weight": weight}), full, partition.degree)
+        return self._map(partition, shards, attribute, full, {"weight": weight})
+
+    def _map(
+        self, partition: Partition, shards: dict[str, Shards], attribute: str, full: Shape, other: dict[str, Any]
+    ) -> ParamAffineMap:
+        key = (partition.key(), shards[attribute], attribute, full, tuple(other.items()))
+        if key not in self._maps:
+            self._maps[key] = found_map(partition.function(attribute, other), full, partition.degree)
+        return self._maps[key]
 
     def _full_shape(self, partition: Partition, shards: dict[str, Shards], attribute: str) -> Shape:
         known = partition.shapes_known.get(attribute)
@@ -72,7 +81,9 @@ class Prober:
 
     def _search(self, partition: Partition, shards: dict[str, Shards], attribute: str) -> Shape:
         """The one shape of F that the function cuts into these shards, all of F being held."""
-        other = {"weight": self._full_shape(partition, shards, "weight")} if attribute == "bias" else {}
+        other: dict[str, Any] = {"bias": None}
+        if attribute == "bias":
+            other = {"weight": self._full_shape(partition, shards, "weight")}
         cut = partition.function(attribute, other)
 
         def fits(full: Shape) -> bool:
@@ -89,7 +100,7 @@ class Prober:
             if not fits(full):
                 continue
             try:
-                found_map(cut, full, partition.degree)
+                self._map(partition, shards, attribute, full, other)
             except AffineError:
                 continue
             return full
