@@ -21,6 +21,7 @@ import train  # sets the environment that torch and DeepSpeed read when they are
 import deepspeed
 import deepspeed.pipe
 import real_models
+import torch
 from real_cases import Case
 
 CASES = {
@@ -166,9 +167,11 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     step("with_universal_info")
     save("attached", client)
     step("save")
+    weights = [param.detach().clone() for param in engine.module.parameters()]
     other.load_checkpoint(str(folder), tag="universal")
     step("load")
     attached = [own_attributes(each) for each in (engine, other)]
+    moved = [not torch.equal(*pair) for pair in zip(weights, engine.module.parameters(), strict=True)]
     handle.detach()
     step("detach")
     kept = differences(attached[1], own_attributes(other))
@@ -188,6 +191,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         "by_stock": by_stock,
         "steps": steps,
         "set_by_attach": differences(untouched[0], attached[0]),
+        "weights_moved_by_the_other": moved,
         "other_engine_by_attach": alone,
         "other_engine_by_detach": kept,
         "left_behind": left,

@@ -63,3 +63,5 @@ def test_only_instances_are_set_and_detach_leaves_no_trace(ranks: list[dict[str,
 def test_another_engine_is_not_disturbed(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert (rank["other_engine_by_attach"], rank["other_engine_by_detach"]) == ([], [])
+        assert len(rank["weights_moved_by_the_other"]) >= 5
+        assert not any(rank["weights_moved_by_the_other"])

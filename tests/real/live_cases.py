@@ -72,6 +72,12 @@ def _plain() -> list[Pair]:
         same("plain_amsgrad", Case("amsgrad", optimizer="amsgrad")),
         same("plain_hpz", Case("hpz", stage=3, world=4, config={"zero_optimization": {"zero_hpz_partition_size": 2}})),
         same("plain_subgroups", Case("subgroups", stage=3, config={"zero_optimization": {"sub_group_size": 70}})),
+        same("plain_empty", Case("empty", model_options={"empty": True})),
+        same(
+            "plain_frozen",
+            Case("frozen", model_options={"frozen": True, "buffers": True}),
+            lost=r"2 frozen parameter\(s\) \(up\.weight, norm\.bias\), 3 buffer\(s\) \(batch_norm\.running_mean",
+        ),
         same("plain_number_step", Case("zero1_fp32"), damage="number_step"),
         same("plain_zero3_nodes", Case("zero3_fp32", stage=3), nodes=True),
         same("few_zero1", Case("few_zero1", model="few", world=4)),
