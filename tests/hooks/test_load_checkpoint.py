@@ -129,3 +129,49 @@ def test_states_of_a_parameter_held_scaled_follow_the_policy(saved, target, poli
     assert torch.equal(now["up.weight:exp_avg"], before["up.weight:exp_avg"])
     said = {row.what for row in report.not_restored}
     assert said == ({"exp_avg of up.bias", "exp_avg_sq of up.bias"} if policy == "reset" else set())
+
+
+OPTIMIZERS = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.05),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.05, initial_accumulator_value=0.1),
+    "amsgrad": lambda groups: torch.optim.AdamW(groups, lr=0.01, amsgrad=True),
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=0.01, momentum=0.9, centered=True),
+    "adamax": lambda groups: torch.optim.Adamax(groups, lr=0.01),
+    "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.01),
+    "of its own class": lambda groups: Signed(groups),
+}
+
+
+class Signed(torch.optim.Optimizer):
+    """An optimizer nobody knows: one state called ``trend``, and a count that is a plain number."""
+
+    def __init__(self, groups) -> None:
+        super().__init__(groups, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    if not state:
+                        state["trend"], state["count"] = torch.zeros_like(parameter), 0
+                    state["trend"].mul_(0.9).add_(parameter.grad)
+                    state["count"] += 1
+                    parameter.add_(state["trend"].sign(), alpha=-group["lr"] / state["count"])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("source", "target"), [(1, 1), (1, 3), (3, 1), (0, 3), (3, 0)])
+def test_whatever_states_an_optimizer_keeps_are_carried_between_stages(tmp_path, name, source, target):
+    engine = engines.make_engine(source, optimizer=OPTIMIZERS[name])
+    engines.take_steps(engine, 2)
+    universal = save(engine, tmp_path)
+    before, losses = held(engine), engines.take_steps(engine, 2, first=2)
+    other = engines.make_engine(target, optimizer=OPTIMIZERS[name], seed=2)
+    engines.take_steps(other, 1, first=70)
+    report = deepspeed_affine.load_checkpoint(other, universal)
+    assert differences(held(other), before) == []
+    assert report.complete, str(report)
+    assert engines.take_steps(other, 2, first=2) == pytest.approx(losses, rel=1e-6)

@@ -178,6 +178,9 @@ def take_steps(engine: Any, case: Case, first: int, count: int) -> list[float]:
 def gather(engine: Any, case: Case) -> dict[str, Any]:
     """What this rank holds, through DeepSpeed's own accessors, whose links are not set up again before."""
     held = train.gather_truth(engine, replace(case, groups=1, ep=1, optimizer="adamw"))
+    if case.config.get("zero_optimization", {}).get("round_robin_gradients"):
+        # DeepSpeed links parameters to master weights in the order they had before it went round.
+        held["params"] = by_fragments(engine)
     if case.optimizer == "muon" and case.stage in (1, 2):
         train.add_whole_momentum(engine, held["params"])
     if case.stage == 0:
@@ -192,6 +195,24 @@ def gather(engine: Any, case: Case) -> dict[str, Any]:
     held["scale"] = float(getattr(engine.optimizer, "cur_scale", 1.0))
     held["low"] = {name: whole_low(parameter).detach().clone() for name, parameter in engine.module.named_parameters()}
     return held
+
+
+def by_fragments(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """Every parameter's weights and states, brought together from the fragments of all ranks."""
+    from deepspeed_affine.hooks.optimizers import fragments
+
+    found = {
+        name: {state: torch.zeros(parameter.numel()) for state in ("fp32", "exp_avg", "exp_avg_sq")}
+        for name, parameter in engine.module.named_parameters()
+    }
+    for fragment in fragments(engine):
+        for state, value in {"fp32": fragment.master, **fragment.states()}.items():
+            found[fragment.name][state][fragment.start :][: fragment.numel] = value
+    for name, parameter in engine.module.named_parameters():
+        for state, value in found[name].items():
+            torch.distributed.all_reduce(value)
+            found[name][state] = value.reshape(parameter.shape)
+    return found
 
 
 def whole_low(parameter: Any) -> torch.Tensor:
@@ -268,6 +289,7 @@ def run_load(pair: Pair, source: Path, folder: Path) -> dict[str, Any]:
     held["after"] = gather(engine, case)
     keep(folder / "held", held)
     return {
+        "stock": run_stock(case, source, held) if pair.stock else None,
         "note": report.client_state.get("note"),
         "epoch": report.client_state["epoch"].tolist(),
         "not_restored": [str(row) for row in report.not_restored],
@@ -276,6 +298,16 @@ def run_load(pair: Pair, source: Path, folder: Path) -> dict[str, Any]:
         "text": str(report),
         "seconds": seconds,
     }
+
+
+def run_stock(case: Case, source: Path, held: dict[str, Any]) -> dict[str, Any]:
+    """What DeepSpeed's own loader makes of the same folder in an engine beside the first, and how it differs."""
+    engine = train.build_engine(case, load_universal=True)
+    path, _ = engine.load_checkpoint(str(source), tag="universal")
+    if train.is_before(0, 19, 8):
+        train.relink_weights(engine.optimizer)
+    differs = different(gather(engine, case), held) if path else ["nothing was loaded"]
+    return {"differs": differs, "next_losses": take_steps(engine, case, case.steps, 4)}
 
 
 def make_fail(kind: str) -> None:

@@ -197,6 +197,14 @@ def test_training_goes_on(loaded: Loaded, pair: str) -> None:
     assert now[0]["next_losses"] == pytest.approx(before[0]["next_losses"], rel=tolerance)
 
 
+@pytest.mark.parametrize("pair", chosen(lambda pair: pair.stock))
+def test_it_is_what_deepspeeds_own_loader_makes_of_the_folder(loaded: Loaded, pair: str) -> None:
+    facts, folder, _, done = loaded(pair)
+    for rank, holding in zip(done["ranks"], held(folder, facts.target.world), strict=True):
+        assert rank["stock"]["differs"] == []
+        assert rank["stock"]["next_losses"] == holding["next_losses"]
+
+
 @pytest.mark.parametrize("pair", REFUSED)
 def test_a_fault_of_one_rank_ends_all_of_them_and_changes_nothing(loaded: Loaded, pair: str) -> None:
     facts, _, _, done = loaded(pair)
