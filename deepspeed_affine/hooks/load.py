@@ -27,6 +27,7 @@ from deepspeed_affine.hooks.partition_load import Copy, DirectLoad, PartitionLoa
 from deepspeed_affine.hooks.policies import Strictness, first_line
 from deepspeed_affine.hooks.refresh import after_writing, before_writing
 from deepspeed_affine.hooks.report import LoadReport, Reporting
+from deepspeed_affine.hooks.suspect import check_order
 from deepspeed_affine.hooks.topology import is_partitioned_layer, tensor_parallel_of
 from deepspeed_affine.lowering import keys
 from deepspeed_affine.lowering.policy import ScaledStates
@@ -149,6 +150,7 @@ class _Load:
     def check(self, faults: Faults) -> None:
         """What will be written is settled; everything that stands against it is in ``faults``."""
         faults.extend(self.refused)
+        check_order(self.offered, faults)
         matching = match_params(self.lives, aliases_of(self.engine.module), self.known, self.offered)
         self._one_sided(matching, faults)
         if self.with_states and not self.offered.place(self._groups(matching.taken)):
