@@ -187,8 +187,7 @@ class _Load:
             self.strictness.lacks(f"parameter {name}", why, faults, self.report, param=name)
         for name, why in matching.unexpected.items():
             self.strictness.has_more(f"parameter {name}", why, faults, self.report, param=name)
-        for what, why in matching.noted:
-            self.report.left(what, why)
+        self.report.restored += matching.untied
 
     def _match_groups(self, faults: Faults) -> None:
         optimizer = inner_optimizer(self.engine)
@@ -215,7 +214,8 @@ class _Load:
         import torch
 
         before_writing(self.engine)
-        with together(f"{self.report.path} was loaded in part, and the engine is of no use"), torch.no_grad():
+        path = self.report.path
+        with together(path, partial(_half_loaded, path)), torch.no_grad():
             for part in self.parts:
                 part.allocate()
             copies = [copy for part in self.parts for copy in part.copies()]
@@ -226,13 +226,17 @@ class _Load:
             for buffer in self.buffers:
                 buffer.write()
         after_writing(self.engine, self.cut)
-        with together(f"{self.report.path} was loaded, all but its scheduler and counters"):
+        with together(path, partial(_half_loaded, path)):
             if self.groups:
                 take_hyperparameters(inner_optimizer(self.engine).param_groups, self.groups, self.report)
             beside.apply(self.engine, self.report)
 
     def _fill(self, copy: Copy) -> None:
         self.offered.fill(copy.live, copy.state, copy.start, copy.out)
+
+
+def _half_loaded(path: str, faults: Sequence[AffineError]) -> str:
+    return f"{path} was loaded in part, and the engine is of no use before it is loaded again: {len(faults)} faults."
 
 
 def _chunks(copies: Sequence[Copy]) -> Iterator[Copy]:

@@ -18,12 +18,12 @@ __all__ = ["Matching", "aliases_of", "match_params"]
 @dataclass(slots=True)
 class Matching:
     """``taken`` has, by the engine's names, the parameters with stored weights, under the stored name. The others say
-    why; ``noted`` are remarks for the report."""
+    why; ``untied`` is for the report."""
 
     taken: dict[str, LiveParam] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     unexpected: dict[str, str] = field(default_factory=dict)
-    noted: list[tuple[str, str]] = field(default_factory=list)
+    untied: list[str] = field(default_factory=list)
 
 
 def aliases_of(module: torch.nn.Module) -> dict[str, list[str]]:
@@ -43,12 +43,11 @@ def match_params(
         names = [live.universal, *(alias for alias in aliases.get(name, ()) if alias != name)]
         stored = [each for each in names if offered.has_weights(each)]
         with_states = [each for each in stored if offered.state_names(each)]
-        if not stored:
-            # Untied since: what the saved model kept once, for both.
-            shared = offered.model.aliases.get(live.universal)
-            if shared is not None and offered.has_weights(shared):
-                stored = [shared]
-                found.noted.append((f"optimizer states of {name}", f"it was tied to {shared} and is no longer"))
+        shared = offered.model.aliases.get(live.universal)
+        if not with_states and shared is not None and shared not in names and offered.has_weights(shared):
+            # Untied since: both go on from what the saved model kept once.
+            stored, with_states = [shared], []
+            found.untied.append(f"{name} from {shared}, to which it was tied")
         if not stored:
             if 0 not in live.layout.logical_shape:
                 found.missing[name] = "is in the model and not in the checkpoint"

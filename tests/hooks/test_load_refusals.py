@@ -168,6 +168,40 @@ def test_an_unknown_policy_is_refused_with_the_known_ones(saved, option):
     assert ("'raise', 'warn', 'ignore'" in error.message) == (option != "scaled_states")
 
 
+class Untied(engines.Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = nn.Parameter(torch.zeros(13, 6))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_parameter_that_was_tied_goes_on_from_what_its_partner_had(tmp_path, stage):
+    engine = engines.make_engine(stage)
+    engines.take_steps(engine, 2)
+    universal = save(engine, tmp_path)
+    other = engines.make_engine(1, model=Untied())
+    report = deepspeed_affine.load_checkpoint(other, universal)
+    assert torch.equal(other.module.head.weight, other.module.embed.weight)
+    now, before = held(other), held(engine)
+    assert torch.equal(now["embed.weight:exp_avg"], before["embed.weight:exp_avg"])
+    assert torch.equal(now["head.weight:exp_avg"], before["embed.weight:exp_avg"])
+    assert "head.weight from embed.weight, to which it was tied" in report.restored
+    assert report.complete, str(report)
+    engines.take_steps(other, 1)
+
+
+def test_parameters_saved_apart_are_not_loaded_into_one(tmp_path):
+    engine = engines.make_engine(1, model=Untied())
+    engines.take_steps(engine, 2)
+    universal = save(engine, tmp_path)
+    unchanged_by(
+        engines.make_engine(1), universal, match=r"head\.weight: is tied to embed\.weight in the model, and was"
+    )
+    other = engines.make_engine(1, seed=2)
+    deepspeed_affine.load_checkpoint(other, universal, unexpected="ignore")
+    assert torch.equal(other.module.embed.weight, engine.module.embed.weight)
+
+
 # ---------------------------------------------------------------- damage
 
 

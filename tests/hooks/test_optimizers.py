@@ -92,3 +92,55 @@ def test_an_optimizer_of_nobody_is_refused_by_name():
     engine.optimizer = Unknown()
     with pytest.raises(UnsupportedLayoutError, match="Unknown"):
         partitions(engine)
+
+
+def test_half_precision_weights_flattened_by_group_are_found_and_their_states_placed(tmp_path):
+    """The optimizer DeepSpeed puts around FusedAdam, which needs a GPU, around one that does not."""
+    from types import SimpleNamespace
+
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+
+    from deepspeed_affine.hooks.layouts import live_params
+    from deepspeed_affine.hooks.positional import positional_states
+    from deepspeed_affine.storage.pt_reader import load_pickle
+
+    engines.start_process_group()
+    model = engines.Small().bfloat16()
+    groups = [
+        {"params": [p for p in model.parameters() if p.requires_grad and p.dim() > 1]},
+        {"params": [p for p in model.parameters() if p.requires_grad and p.dim() == 1], "lr": 0.1},
+    ]
+    optimizer = FP16_Optimizer(torch.optim.AdamW(groups), low_precision_dtype=torch.bfloat16)
+    for flat in optimizer.fp32_groups_flat:
+        flat.data.copy_(torch.arange(float(flat.numel())))
+        optimizer.optimizer.state[flat]["exp_avg"].copy_(flat.detach() + 0.5)
+    found = list(fragments(SimpleNamespace(module=model, optimizer=optimizer)))
+    assert [fragment.name for fragment in found] == [
+        *("embed.weight", "up.weight", "down.weight"),
+        *("up.bias", "norm.bias", "down.bias"),
+    ]
+    assert [float(fragment.master[0]) for fragment in found] == [0, 78, 138, 0, 10, 20]
+    assert all(torch.equal(fragment.states()["exp_avg"], fragment.master + 0.5) for fragment in found)
+
+    path = tmp_path / "mp_rank_00_model_states.pt"
+    torch.save({"optimizer": optimizer.state_dict()}, path)
+    lives = live_params(model)
+    members = [[lives[fragment.name] for fragment in found if fragment.partition.group == group] for group in (0, 1)]
+    placed = positional_states(load_pickle(path).root, members)
+    assert set(placed) == {fragment.name for fragment in found}
+    for fragment in found:
+        for state in ("fp32", "exp_avg"):
+            assert placed[fragment.name][state].shape == tuple(fragment.param.shape)
+            assert placed[fragment.name][state].offset == fragment.offset
+    assert positional_states(load_pickle(path).root, members[::-1]) is None
+    assert positional_states(load_pickle(path).root, members[:1]) is None
+    assert positional_states({"optimizer": None}, members) == {}
+
+
+def test_a_parameter_the_module_does_not_have_is_said():
+    model = engines.Small()
+    extra = torch.nn.Parameter(torch.ones(3))
+    engine = engines.make_engine(1, model=model)
+    engine.optimizer.bit16_groups[0].append(extra)
+    with pytest.raises(UnsupportedLayoutError, match=r"a parameter of shape \(3,\)"):
+        partitions(engine)
