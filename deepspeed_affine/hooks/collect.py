@@ -80,11 +80,21 @@ def _stage(model: torch.nn.Module, info: Mapping[str, Any] | None, mpu: Any) -> 
         params += [replace(found[local], universal=name) for name in names if local in found]
     by_layers = any(layer_metadata(param) is not None for param in model.parameters())
     entries = {} if info is not None and not by_layers else _stock(model)
-    _join(entries, info or {})
+    _join(entries, _besides(entries, info or {}))
     entries.pop(keys.AFFINE_MAP, None)
     own = {name for name, _ in model.named_parameters()}
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return _Stage(tuple(params), refused, entries, frozenset(every - own), by_layers)
+
+
+def _besides(entries: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, Any]:
+    """``info`` without the sub-parameter rules of parameters that ``entries`` has a rule of already."""
+    known = [rule.get("patterns") for rule in entries.get(keys.SUB_PARAMS) or () if isinstance(rule, Mapping)]
+    rules = info.get(keys.SUB_PARAMS)
+    if not known or not isinstance(rules, list | tuple):
+        return dict(info)
+    kept = [rule for rule in rules if not isinstance(rule, Mapping) or rule.get("patterns") not in known]
+    return {**info, keys.SUB_PARAMS: kept}
 
 
 def _is_native(param: LiveParam) -> bool:

@@ -17,10 +17,11 @@ from deepspeed_affine.errors import AffineError, Faults, InvalidMapError
 from deepspeed_affine.hooks.expert_layouts import native_expert_names, placed_experts
 from deepspeed_affine.hooks.partitions import ConvPartition, LayerPartition, Partition, partition_of
 from deepspeed_affine.hooks.probed import Prober
+from deepspeed_affine.hooks.stated import StatedInfo
 from deepspeed_affine.hooks.topology import TensorParallel, gather_shapes, held_shape, tensor_parallel_of
 from deepspeed_affine.hooks.versions import describes_itself, layer_metadata
 from deepspeed_affine.ir import ParamAffineMap, replicated_map
-from deepspeed_affine.lowering import UcInfo, keys, lower_layer_meta, lower_param
+from deepspeed_affine.lowering import keys, lower_layer_meta, lower_param
 
 __all__ = ["LiveParam", "described", "live_params"]
 
@@ -89,7 +90,7 @@ class _Describing:
         self.tp = tensor_parallel_of(model, mpu)
         self.experts = placed_experts(model)
         self.native = native_expert_names(model)
-        self.info = UcInfo.parse(info) if info else None
+        self.info = StatedInfo(info) if info else None
         self.prober = Prober()
         self.by_layers = any(isinstance(owner.partition, LayerPartition) for owner in self.owners.values())
         self.wholes: dict[Shape, ParamAffineMap] = {}
@@ -103,7 +104,11 @@ class _Describing:
             try:
                 found[name] = self._checked(self._one(name))
             except AffineError as fault:
-                refused[name] = fault
+                by_hand = self._by_hand(name)
+                if by_hand is None:
+                    refused[name] = fault
+                else:
+                    found[name] = by_hand
         return found, refused
 
     def _one(self, name: str) -> LiveParam:
@@ -119,11 +124,27 @@ class _Describing:
             shards = {attribute: self.shards[of] for attribute, of in owner.names.items()}
             layout = self.prober.map_of(owner.partition, shards, owner.attribute, name)
             return LiveParam(name, universal, layout, self._rank_of(owner), "probe")
-        if self.info is not None and (not self.by_layers or self.info.category_patterns_of(universal)):
-            lowered = lower_param(self.info, universal, self.shards[name], self.tp.degree)
+        if self.info is not None and (not self.by_layers or self.info.says(universal)):
+            lowered = lower_param(self.info.of(universal), universal, self.shards[name], self.tp.degree)
             return LiveParam(name, universal, lowered.map, self.tp.rank, "patterns")
         source = "experts" if name in self.native else "untouched"
         return LiveParam(name, universal, self._whole(self.held[name]), self.tp.rank, source)
+
+    def _by_hand(self, name: str) -> LiveParam | None:
+        """The parameter by the user's own map of it, where its layer cannot be described; None if there is none.
+
+        What DeepSpeed says of a layer it does not describe rightly is no such map.
+        """
+        universal = self.native.get(name, name)
+        layout = None if self.info is None else self.info.map_of(universal)
+        if layout is None:
+            return None
+        meta = layer_metadata(self.params[name]) or {}
+        inherited = (meta.get("conversion") or {}).get(keys.AFFINE_MAP)
+        layout.validate()
+        if inherited is not None and ParamAffineMap.from_dict(inherited).canonical() == layout.canonical():
+            return None
+        return self._checked(LiveParam(name, universal, layout.canonical(), self.tp.rank, "patterns"))
 
     def _stated(self, name: str, owner: _Owner | None) -> ParamAffineMap | None:
         """The map of the parameter's restore metadata, where that is complete and belongs to how the layer was cut."""

@@ -88,9 +88,11 @@ class LegacyKeys:
         widths = dict(self.entries.get(keys.SHARD_WIDTHS) or {})
         for param in params:
             found = info.sub_param_rule(param.universal)
-            if found is None or found[1] in widths or found[0].stored_patterns != [pattern_of(param.universal)]:
+            if found is None or found[0].stored_patterns != [pattern_of(param.universal)]:
                 continue
             rule, pattern = found
+            if pattern in widths and isinstance(rule.shape[rule.partition_dim], tuple):
+                continue
             try:
                 layout = resolve_sub_params(info, rule, pattern, param.universal, _shapes(param.layout))
             except AffineError:

@@ -275,3 +275,26 @@ def test_collecting_again_gives_the_same():
     models[0].universal_checkpoint_info = first
     assert collected(models) == first
     assert cut("column", 2, 0).weight.shape == (8, 6)
+
+
+@pytest.mark.parametrize("name", ["sub_count", "bigcode", "shared_output_odd", "lm_head", "row"])
+def test_an_info_collected_before_changes_nothing(name):
+    """As an engine's own attribute is handed on when it is attached: from DeepSpeed's, or from this function."""
+    models = built(name, 2)
+    expected = collected(models)
+    for before in (layers.collect_autotp_universal_checkpoint_info(models[0]), expected):
+        assert collected(models, info=before) == expected
+
+
+def test_a_layer_that_cannot_be_described_is_taken_at_its_users_word():
+    with answered(2, 0):
+        model = model_of(Shuffled(torch.nn.Linear(4, 6), object(), name="up"))
+        own = layers.collect_autotp_universal_checkpoint_info(model)
+        by_hand = deepspeed_affine.contiguous_split_map((6, 4), (3, 3), 0)
+        swapped = deepspeed_affine.block_gather_map((6, 4), {0: [1], 1: [0]}, 3, 0)
+        for given, taken in ((by_hand, False), (swapped, True)):
+            info = {**own, AFFINE_MAP: {"version": 1, "params": {r"^block\.weight$": given.to_dict()}}}
+            found = deepspeed_affine.collect_autotp_universal_checkpoint_info(model, info=info)
+            # DeepSpeed says the first of the layer too, which inherits that description from another class.
+            assert (r"^block\.weight$" in found[AFFINE_MAP]["params"]) is taken
+            assert (r"^block\.weight$" in found["autotp_unsupported_parameter_patterns"]) is not taken

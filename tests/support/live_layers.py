@@ -236,13 +236,13 @@ def check(name: str, degree: int) -> list[dict[str, LiveParam]]:
     return found
 
 
-def collected(models: list[torch.nn.Module]) -> dict[str, Any]:
+def collected(models: list[torch.nn.Module], **options: Any) -> dict[str, Any]:
     """The info of all ranks, which is one and the same."""
     found = []
     with told_shapes(models):
         for rank, model in enumerate(models):
             with answered(len(models), rank):
-                found.append(collect_autotp_universal_checkpoint_info(model))
+                found.append(collect_autotp_universal_checkpoint_info(model, **options))
     if any(info != found[0] for info in found):
         raise AssertionError("the ranks collect different infos")
     return found[0]
