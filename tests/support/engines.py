@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+# DeepSpeed asks for it whenever it partitions.
+os.environ.setdefault("LOCAL_RANK", "0")
 
 import torch
 from torch import nn
@@ -33,18 +37,38 @@ class Small(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).float().flatten(0, 1), tokens.flatten())
 
 
+RANK_OF_ONE = {
+    **{"RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"},
+    **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+}
+
+
+@contextmanager
+def as_a_job_of_one() -> Iterator[None]:
+    """What a launcher would set is set, for DeepSpeed alone: other tests of the session are no part of a job."""
+    before = {name: os.environ.get(name) for name in RANK_OF_ONE}
+    os.environ.update(RANK_OF_ONE)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def start_process_group() -> None:
     """A gloo group of this process alone; the second call finds it started."""
     import deepspeed
 
     if torch.distributed.is_initialized():
         return
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "0")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     store = f"file://{tempfile.mkdtemp()}/store"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    deepspeed.init_distributed(dist_backend="gloo")
+    with as_a_job_of_one():
+        torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+        deepspeed.init_distributed(dist_backend="gloo")
 
 
 def make_engine(
@@ -83,7 +107,8 @@ def make_engine(
             {"params": [p for p in parameters if p.dim() <= 1], "lr": 3e-2, "weight_decay": 0.0},
         ]
     build = optimizer or (lambda groups: torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.01))
-    return deepspeed.initialize(model=model, optimizer=build(members), config=settings)[0]
+    with as_a_job_of_one():
+        return deepspeed.initialize(model=model, optimizer=build(members), config=settings)[0]
 
 
 def take_steps(engine: Any, count: int, first: int = 0) -> list[float]:
