@@ -15,7 +15,8 @@ from deepspeed_affine.hooks.layouts import LiveParam, described
 from deepspeed_affine.hooks.legacy_keys import LegacyKeys
 from deepspeed_affine.hooks.topology import over_stages
 from deepspeed_affine.hooks.versions import layer_metadata, metadata_attribute, stock_collect, stock_ucp_version
-from deepspeed_affine.ir import write_document
+from deepspeed_affine.ir import ParamAffineMap, pattern_of, write_document
+from deepspeed_affine.ir.document import Spelling
 from deepspeed_affine.lowering import keys
 from deepspeed_affine.lowering.experts import NATIVE_EXPERT
 
@@ -68,8 +69,20 @@ def collect_autotp_universal_checkpoint_info(
     legacy.agree_with(param for param in params if param.source != "experts" or _is_native(param))
     legacy.list_unsupported({name: fault for stage in stages for name, fault in stage.refused.items()})
     maps = {param.universal: param.layout for param in params}
-    entries[keys.AFFINE_MAP] = write_document(maps, "params" if by_layers else "draft")
+    entries[keys.AFFINE_MAP] = _document(maps, "params" if by_layers else "draft")
     return entries
+
+
+def _document(maps: Mapping[str, ParamAffineMap], spelling: Spelling) -> dict[str, Any]:
+    """The document of these maps, equal maps being one object: a model's layers repeat, and a file stores it once."""
+    first: dict[ParamAffineMap, str] = {}
+    for name, layout in maps.items():
+        first.setdefault(layout, name)
+    document = write_document({name: layout for layout, name in first.items()}, spelling)
+    written = document.get("params", document)
+    rows = {pattern_of(name): written[pattern_of(first[maps[name]])] for name in sorted(maps)}
+    head = {"version": document["version"]}
+    return {**head, "params": rows} if spelling == "params" else {**head, **rows}
 
 
 def _stage(model: torch.nn.Module, info: Mapping[str, Any] | None, mpu: Any) -> _Stage:

@@ -267,6 +267,7 @@ def test_a_model_of_llama_70bs_shape_stays_within_the_drafts_bytes_and_allocates
     row = benchmark.measure(8, 3, 80)
     assert (row["tensors"], row["allocated"], row["version"]) == (723, 0, 0.5)
     assert row["bytes"] < benchmark.LIMIT_BYTES
+    assert row["pickled"] * 5 < row["bytes"]
 
 
 def test_collecting_again_gives_the_same():
