@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 
 from deepspeed_affine.errors import AffineError
 from deepspeed_affine.ir.ints import shown
-from deepspeed_affine.ninfer.errors import RangeError, SchemaError
+from deepspeed_affine.ninfer.errors import BindingError, RangeError, SchemaError
 
-__all__ = ["U64_MAX", "align_up", "checked_sum", "elements", "identifier", "name_fault", "positive", "shape_of", "u64"]
+__all__ = [
+    "U64_MAX",
+    "align_up",
+    "checked_sum",
+    "elements",
+    "extents",
+    "identifier",
+    "name_fault",
+    "positive",
+    "shape_of",
+    "u64",
+    "whole",
+]
 
 U64_MAX = 2**64 - 1
 MAX_RANK = 16
@@ -26,6 +39,26 @@ def positive(value: object, what: str, error: type[AffineError] = SchemaError) -
     if type(value) is not int or not 1 <= value <= U64_MAX:
         raise error(f"{what} is {shown(value)}; expected an integer from 1 to {U64_MAX}.")
     return value
+
+
+def whole(value: object, what: str, error: type[AffineError] = RangeError) -> int:
+    """What a caller gives, as an int: numpy's integers are taken, a float, a bool or text is not."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise error(f"{what} is {shown(value)}; expected an integer.")
+
+
+def extents(value: object, what: str) -> tuple[int, ...]:
+    """A shape a caller asks for: integers from 1 on, numpy's and torch's too; anything else is a ``BindingError``."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise BindingError(f"{what} is {shown(value)}; expected a sequence of positive integers.")
+    found = tuple(whole(extent, f"An extent of {what}", BindingError) for extent in value)
+    if min(found, default=1) < 1:
+        raise BindingError(f"{what} is {shown(found)}; expected positive integers.")
+    return found
 
 
 def name_fault(value: object) -> str:

@@ -24,6 +24,7 @@ from deepspeed_affine.storage.records import parse_object
 __all__ = ["PrivateFiles"]
 
 _NOTE = "ninfer"
+_USUAL_NAME_LIMIT = 255
 _AT_FDCWD = -100
 _NOREPLACE = 1
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
@@ -61,8 +62,15 @@ class PrivateFiles:
             private.clear()
             with suppress(FileNotFoundError):
                 os.unlink(private.marker)
+            limit = _longest_name(os.path.dirname(target))
             for name in names:
                 path = os.path.join(os.path.dirname(target), name)
+                if len(os.fsencode(name)) > limit:
+                    raise WriterError(
+                        f"{path}: has a name of {len(os.fsencode(name))} bytes; expected at most {limit}. Choose a "
+                        "shorter one.",
+                        file=path,
+                    )
                 if os.path.lexists(path):
                     raise _exists(path)
             os.mkdir(private.files)
@@ -98,6 +106,15 @@ class PrivateFiles:
     def discard(self) -> None:
         """Nothing of this run is left."""
         self._private.remove()
+
+
+def _longest_name(folder: str) -> int:
+    """The most bytes a file name may have there; continuations have longer ones than their entry."""
+    try:
+        found = os.pathconf(folder, "PC_NAME_MAX")
+    except (OSError, ValueError):
+        found = 0
+    return found if found > 0 else _USUAL_NAME_LIMIT
 
 
 def _give_name(private: str, path: str) -> None:

@@ -19,12 +19,13 @@ from deepspeed_affine.ninfer.artifact import Artifact
 from deepspeed_affine.ninfer.descriptors import Descriptors
 from deepspeed_affine.ninfer.directory import Directory
 from deepspeed_affine.ninfer.encode import encode_rows, nvfp4_divisor, words_of
-from deepspeed_affine.ninfer.errors import WriterError
+from deepspeed_affine.ninfer.errors import EncodingError, ValueDomainError, WriterError
 from deepspeed_affine.ninfer.fileplan import FilePlan, ResourceSpec, TensorSpec, plan_files, plan_objects
 from deepspeed_affine.ninfer.fileset import open_file_set, payload_segments
 from deepspeed_affine.ninfer.floats import as_array
 from deepspeed_affine.ninfer.formats import CONTIGUOUS, DIRECT, NVFP4
 from deepspeed_affine.ninfer.framing import ENTRY_MAGIC, PART_MAGIC, Header
+from deepspeed_affine.ninfer.integers import whole
 from deepspeed_affine.ninfer.json_text import parse_json
 from deepspeed_affine.ninfer.layouts import geometry_of
 from deepspeed_affine.ninfer.parse import binding_of, component_of, directory_of, use_of
@@ -97,6 +98,8 @@ class Writer:
         directory_of(parse_json(self._plan.text, self.path), name)
         self._durable = durable
         self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._writing = 0
         self._covered: dict[str, _Coverage] = {r.id: _Coverage(r.nbytes) for r in self.directory.objects.values()}
         self._state = "open"
         self.artifact_id = uuid.uuid4().bytes
@@ -135,14 +138,22 @@ class Writer:
         array = np.frombuffer(data, np.uint8) if not isinstance(data, np.ndarray) else data
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         record = self._record(object_id)
+        offset = whole(offset, f"Object {shown(object_id)}: an offset", WriterError)
         with self._lock:
             self._require_open()
             self._covered[object_id].add(object_id, offset, flat.nbytes)
+            self._writing += 1
         try:
             self._put(record.offset + offset, flat)
         except BaseException:
-            self._state = "failed"
+            with self._lock:
+                if self._state in ("open", "finishing"):
+                    self._state = "failed"
             raise
+        finally:
+            with self._lock:
+                self._writing -= 1
+                self._idle.notify_all()
 
     def write_values(self, object_id: str, values: Any) -> None:
         """The whole tensor is encoded and written, a block of rows at a time; see ``encode`` for what is taken."""
@@ -163,7 +174,13 @@ class Writer:
 
     def write_rows(self, object_id: str, row: int, values: Any, divisor: Any = None) -> None:
         """Rows from ``row`` on are encoded and written; ``nvfp4`` needs the ``divisor`` of their whole matrix."""
-        for offset, data in encode_rows(geometry_of(self._tensor(object_id)), row, values, divisor):
+        geometry = geometry_of(self._tensor(object_id))
+        row = whole(row, f"Object {shown(object_id)}: a row", WriterError)
+        try:
+            regions = encode_rows(geometry, row, values, divisor)
+        except (EncodingError, ValueDomainError) as fault:
+            raise type(fault)(f"Object {shown(object_id)}: {fault.message}", param=fault.param) from fault
+        for offset, data in regions:
             self.write(object_id, data, offset)
 
     def write_elements(self, object_id: str, begin: int, values: Any) -> None:
@@ -174,11 +191,18 @@ class Writer:
         self.write(object_id, words_of(record.format, as_array(values, record.format)), begin * DIRECT[record.format])
 
     def finish(self) -> None:
-        """The artifact is complete under its names; an object that is not fully written is a ``WriterError``."""
+        """The artifact is complete under its names; an object that is not fully written is a ``WriterError``.
+
+        Writes that other threads have begun are waited for.
+        """
         with self._lock:
             self._require_open()
             self._state = "finishing"
         try:
+            with self._idle:
+                self._idle.wait_for(lambda: not self._writing)
+                if self._state != "finishing":
+                    raise self._refusal()
             for object_id, covered in self._covered.items():
                 covered.require_whole(object_id)
             for number in range(len(self.directory.files)):

@@ -530,3 +530,76 @@ def test_the_samples_written_from_their_formula(tmp_path):
         found[name] = ninfer.pack_grouped(form, (5 * r + 7 * c + len(name)) % span + low, scales)
     for name, data in found.items():
         assert hashlib.sha256(data).hexdigest() == stored[name]["encoded_sha256"], name
+
+
+def test_finish_waits_for_writes_that_have_begun(tmp_path, monkeypatch):
+    """A file is never published with zeros where a thread was about to write."""
+    path, values = tmp_path / "a", np.arange(1000, dtype=np.float32)
+    writer = ninfer.Writer(path, [ninfer.TensorSpec("f", (1000,), "fp32")], TEXT, durable=False)
+    begun, finished, put = threading.Event(), threading.Event(), writer._put
+
+    def slow(offset, data):
+        begun.set()
+        assert not finished.wait(0.1)
+        put(offset, data)
+
+    monkeypatch.setattr(writer, "_put", slow)
+    thread = threading.Thread(target=writer.write_values, args=("f", values))
+    thread.start()
+    begun.wait()
+    writer.finish()
+    finished.set()
+    thread.join()
+    with ninfer.open(path) as artifact:
+        assert np.array_equal(artifact.read("f"), values)
+
+
+def test_finish_refuses_when_a_write_it_waited_for_fails(tmp_path, monkeypatch):
+    writer = ninfer.Writer(tmp_path / "a", [ninfer.TensorSpec("f", (2,), "fp32")], TEXT, durable=False)
+    begun, go = threading.Event(), threading.Event()
+
+    def fail(offset, data):
+        begun.set()
+        go.wait()
+        raise OSError(28, "full")
+
+    def write():
+        with pytest.raises(OSError, match="full"):
+            writer.write("f", bytes(8))
+
+    monkeypatch.setattr(writer, "_put", fail)
+    thread = threading.Thread(target=write)
+    thread.start()
+    begun.wait()
+    threading.Timer(0.05, go.set).start()
+    with pytest.raises(ninfer.WriterError, match="failed"):
+        writer.finish()
+    thread.join()
+    assert listing(tmp_path) == []
+
+
+def test_places_may_be_numpy_integers(tmp_path):
+    specs = [ninfer.TensorSpec("f", (6,), "fp32"), ninfer.TensorSpec("q", (3, 8), "q4_g64_fp16")]
+    with ninfer.Writer(tmp_path / "a", specs, TEXT, durable=False) as writer:
+        for row in np.arange(3):
+            writer.write_rows("q", row, np.ones((1, 8), np.float32))
+        writer.write_elements("f", np.int64(0), np.arange(3, dtype=np.float32))
+        writer.write("f", bytes(12), np.uint32(12))
+        with pytest.raises(ninfer.WriterError, match="expected an integer"):
+            writer.write("f", b"", 0.0)
+
+
+def test_a_value_that_cannot_be_encoded_is_named_with_its_object(tmp_path):
+    with (
+        pytest.raises(ninfer.ValueDomainError, match=r"^Object 'w\.q': "),
+        ninfer.Writer(tmp_path / "a", [ninfer.TensorSpec("w.q", (1, 2), "q4_g64_fp16")], TEXT) as writer,
+    ):
+        writer.write_values("w.q", np.array([[1, np.nan]], np.float32))
+    assert listing(tmp_path) == []
+
+
+def test_a_name_too_long_for_a_continuation_is_refused_before_anything_is_written(tmp_path):
+    specs = [ninfer.TensorSpec("f", (5000,), "fp32")]
+    with pytest.raises(ninfer.WriterError, match="at most 255"):
+        ninfer.Writer(tmp_path / ("n" * 250), specs, TEXT, max_file_bytes=8192)
+    assert listing(tmp_path) == []
