@@ -19,6 +19,7 @@ from deepspeed_affine.ninfer.errors import BindingError, FileSetError, RangeErro
 from deepspeed_affine.ninfer.fileset import FileSet, open_file_set
 from deepspeed_affine.ninfer.floats import U8
 from deepspeed_affine.ninfer.formats import CONTIGUOUS, DIRECT
+from deepspeed_affine.ninfer.integers import extents, whole
 from deepspeed_affine.ninfer.layouts import Geometry, check_resource, geometry_of
 from deepspeed_affine.ninfer.records import Binding, Component, FileRecord, ObjectRecord, TensorObject, Use
 
@@ -176,7 +177,7 @@ class Artifact:
 
     def read_payload(self, offset: int, length: int) -> bytes:
         """Those bytes of the logical payload, from whichever files hold them."""
-        return self._files.read(offset, length).tobytes()
+        return self._files.read(whole(offset, "An offset"), whole(length, "A length")).tobytes()
 
     def read_encoded(self, object_id: str) -> bytes:
         """The object's bytes as they are stored, whatever its encoding."""
@@ -186,6 +187,7 @@ class Artifact:
     def read_encoded_into(self, object_id: str, out: U8, offset: int = 0) -> None:
         """``out`` holds the object's stored bytes from ``offset`` on."""
         record = self.directory.object(object_id)
+        offset = whole(offset, "An offset")
         if offset < 0 or offset + out.nbytes > record.nbytes:
             raise RangeError(
                 f"Object {shown(object_id)}: bytes [{offset}, {offset + out.nbytes}) of {record.nbytes} were asked "
@@ -207,6 +209,7 @@ class Artifact:
     def read_range(self, object_id: str, begin: int, end: int) -> Values:
         """Elements ``[begin, end)`` of a stored tensor in C order, flat."""
         record = self.directory.tensor(object_id)
+        begin, end = whole(begin, "The begin of a range"), whole(end, "The end of a range")
         if not 0 <= begin <= end <= record.elements:
             raise RangeError(
                 f"Object {shown(object_id)}: elements [{shown(begin)}, {shown(end)}) of {record.elements} were asked "
@@ -233,6 +236,7 @@ class Artifact:
         except of parents small enough to be kept."""
         binding = self._binding(name)
         count = self.directory.elements_of(binding)
+        begin, end = whole(begin, "The begin of a range"), whole(end, "The end of a range")
         if not 0 <= begin <= end <= count:
             raise RangeError(
                 f"Parameter {shown(name)}: elements [{shown(begin)}, {shown(end)}) of {count} were asked for; expected "
@@ -256,6 +260,9 @@ class Artifact:
         """A parameter's values in order, flat, at most ``size`` elements at a time."""
         binding = self._binding(name)
         count = self.directory.elements_of(binding)
+        size = whole(size, "The size of a block")
+        if size < 1:
+            raise RangeError(f"The size of a block is {shown(size)}; expected one element or more.")
         dtype = self.value_dtype_of(name, binding)
         ranges = self.directory.ranges_of(binding, 0, count)
         record, low, high = next(ranges)
@@ -303,12 +310,12 @@ class Artifact:
         return found
 
     def _shape(self, name: str, binding: Binding, count: int, shape: Sequence[int] | None) -> tuple[int, ...]:
-        whole = self.directory.tensor(binding.object).shape if binding.object is not None else None
+        own = self.directory.tensor(binding.object).shape if binding.object is not None else None
         if shape is None:
-            return (count,) if whole is None else whole
-        shape = tuple(shape)
-        if product(shape) != count or (whole is not None and shape != whole):
-            has = f"{count} elements in parts" if whole is None else f"the whole object of shape {whole}"
+            return (count,) if own is None else own
+        shape = extents(shape, f"The shape of parameter {shown(name)}")
+        if product(shape) != count or (own is not None and shape != own):
+            has = f"{count} elements in parts" if own is None else f"the whole object of shape {own}"
             raise BindingError(
                 f"Parameter {shown(name)}: shape {shape} was asked for; its binding gives {has}. Expected the shape "
                 "the artifact was written for."
@@ -372,12 +379,12 @@ class Artifact:
             decode_range(geometry, self.fetcher(record), begin, end, out)
             return
 
-        def whole() -> Values:
+        def all_of_it() -> Values:
             values = np.empty(record.elements, value_dtype(record.format))
             decode_range(geometry, self.fetcher(record), 0, record.elements, values)
             return values
 
-        out[:] = self._cache.get(record.id, whole)[begin:end]
+        out[:] = self._cache.get(record.id, all_of_it)[begin:end]
 
     def fetcher(self, record: ObjectRecord) -> Fetch:
         """What reads ranges of the object's stored bytes."""

@@ -56,8 +56,15 @@ def input_columns(artifact: Artifact, use: Use, width: int | None = None) -> npt
 
 def hadamard_transform(values: npt.NDArray[Any], signs: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     """The input a rotated matrix multiplies: signs first, then an orthonormal Walsh-Hadamard transform of every 1024
-    elements of the last axis."""
-    found = np.asarray(values, np.float32) * np.asarray(signs, np.float32)
+    elements of the last axis. ``signs`` has one for each of that axis."""
+    given, flips = np.asarray(values, np.float32), np.asarray(signs, np.float32)
+    width = given.shape[-1] if given.ndim else 0
+    if not width or width % HADAMARD_BLOCK or flips.shape != (width,):
+        raise BindingError(
+            f"Inputs of shape {given.shape} and signs of shape {flips.shape} were given; expected one sign for each "
+            f"element of the inputs' last axis, in multiples of {HADAMARD_BLOCK}."
+        )
+    found = given * flips
     shape = found.shape
     found = found.reshape(-1, HADAMARD_BLOCK)
     half = 1

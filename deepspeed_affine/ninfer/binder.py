@@ -10,6 +10,7 @@ from deepspeed_affine.errors import Faults
 from deepspeed_affine.ir.ints import product, shown
 from deepspeed_affine.ninfer.directory import Directory
 from deepspeed_affine.ninfer.errors import BindingError
+from deepspeed_affine.ninfer.integers import extents
 from deepspeed_affine.ninfer.records import ActivationPolicy, Binding, Component, Part, TensorObject, Use
 
 __all__ = ["Bound", "BoundParameter", "Demand", "bind", "common_policy"]
@@ -109,8 +110,13 @@ def bind(
 def _resolved(
     directory: Directory, name: str, binding: Binding, demand: Demand, faults: Faults
 ) -> BoundParameter | None:
-    shape, formats = tuple(demand[0]), demand[1]
+    formats = demand[1]
     before = len(faults)
+    try:
+        shape = extents(demand[0], f"The shape of parameter {shown(name)}")
+    except BindingError as fault:
+        faults.add(fault)
+        return None
     if binding.object is not None:
         record = directory.tensor(binding.object)
         parts = [Part(record.id, 0, record.elements)]

@@ -59,6 +59,8 @@ class FileSet:
         self.artifact_id = header.artifact_id
         self.directory = directory
         self.payload_offset = entry_start(header.number)
+        # The process may change its folder before a continuation is opened. A link's continuations are beside the link.
+        self._entry = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
         sizes = [record.payload_bytes for record in directory.files]
         self._starts = [0, *accumulate(sizes)]
         self._descriptors = Descriptors(self._open_file, self._closed)
@@ -70,9 +72,8 @@ class FileSet:
         self._descriptors.close()
 
     def file_path(self, number: int) -> str:
-        """Where file ``number`` of the set is."""
-        name = self.directory.files[number].path
-        return self.path if name is None else os.path.join(os.path.dirname(self.path), name)
+        """Where file ``number`` of the set is, as the entry's path was given."""
+        return _beside(self.path, self.directory.files[number].path)
 
     def file_bytes(self, number: int) -> int:
         """The exact size that file has."""
@@ -137,7 +138,7 @@ class FileSet:
         if number:
             return self._open_part(number)
         # Only once more continuations are open than are kept. A file put in its place is not this artifact's.
-        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(self._entry, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             header, size = _read_header(self.path, fd)
             if header.artifact_id != self.artifact_id or size != self.file_bytes(0):
@@ -148,8 +149,8 @@ class FileSet:
         return fd
 
     def _open_part(self, number: int) -> int:
-        path = self.file_path(number)
         try:
+            path = _beside(self._entry, self.directory.files[number].path)
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (OSError, ValueError) as error:
             raise self._fault(number, f"could not be opened ({getattr(error, 'strerror', error)})") from error
@@ -183,6 +184,10 @@ class FileSet:
         return FileSetError(
             f"{path}: {fact}; expected {what}. Copy all files of the artifact again, from one place.", file=path
         )
+
+
+def _beside(entry: str, name: str | None) -> str:
+    return entry if name is None else os.path.join(os.path.dirname(entry), name)
 
 
 def open_file_set(path: str) -> FileSet:

@@ -411,3 +411,51 @@ def test_reading_one_component_reads_no_byte_of_another(tmp_path, monkeypatch):
         first = artifact.payload_offset + private.offset
         assert len(touched) > opened
         assert all(end <= first or begin >= first + private.nbytes for begin, end in touched[opened:])
+
+
+def test_continuations_are_found_after_the_process_has_gone_elsewhere(tmp_path, monkeypatch):
+    split(tmp_path, [100, 100, 65])
+    monkeypatch.chdir(tmp_path)
+    with ninfer.open("a.ninfer") as artifact:
+        monkeypatch.chdir("/")
+        assert artifact.path == "a.ninfer"
+        assert artifact.read_payload(0, 265) == small_payload()
+
+
+def test_ranges_may_be_numpy_integers_and_nothing_else(tmp_path):
+    with ninfer.open(split(tmp_path, [100, 100, 65])) as artifact:
+        expected = artifact.read("w").reshape(-1)[1:3]
+        one, three = np.int64(1), np.uint8(3)
+        assert np.array_equal(artifact.read_range("w", one, three), expected)
+        assert np.array_equal(artifact.read_parameter_range("p", one, three), expected)
+        assert artifact.read_payload(one, three) == small_payload()[1:4]
+        for wrong in (1.0, True, "1", None):
+            for read in (artifact.read_range, artifact.read_parameter_range):
+                with pytest.raises(ninfer.RangeError, match="expected an integer"):
+                    read("w" if read == artifact.read_range else "p", wrong, 3)
+            with pytest.raises(ninfer.RangeError, match="expected an integer"):
+                artifact.read_payload(wrong, 3)
+        for size in (0, -1, 1.5):
+            with pytest.raises(ninfer.RangeError, match="size of a block"):
+                next(artifact.blocks("p", size))
+
+
+@pytest.mark.parametrize("shape", [(-2, -2), (4.0,), (True, 4), "4", 4, (0,), (-4,)])
+def test_a_shape_that_is_none_is_a_binding_error(shape, tmp_path):
+    directory = small(bindings={"p": {"parts": [{"object": "w", "range": [0, 4]}]}})
+    with ninfer.open(split(tmp_path, [265], directory)) as artifact:
+        with pytest.raises(ninfer.BindingError):
+            artifact.read_parameter("p", shape)
+        with pytest.raises(ninfer.BindingError):
+            artifact.bind({"p": (shape, None)})
+        assert artifact.read_parameter("p", np.array([2, 2])).shape == (2, 2)
+        assert artifact.bind({"p": ([np.int64(4)], None)}).parameters["p"].shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "signs"),
+    [((2, 1536), (1536,)), ((2, 1000), (1000,)), ((2, 1024), (1,)), ((2, 1024), (2, 1024)), ((), ())],
+)
+def test_a_rotation_never_mixes_two_inputs(inputs, signs):
+    with pytest.raises(ninfer.BindingError, match="multiples of 1024"):
+        ninfer.hadamard_transform(np.ones(inputs, np.float32), np.ones(signs, np.float32))
