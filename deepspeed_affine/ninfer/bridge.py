@@ -64,11 +64,11 @@ def bindings_to_map(directory: Directory, name: str, shape: Sequence[int] | None
             param=name,
         )
     objects: list[str] = []
-    taken: dict[str, list[tuple[int, _Ranges]]] = {}
+    taken = _Taken()
     pieces: dict[int, list[AffinePiece]] = {}
     at = 0
     for part in parts:
-        location = _location(part, objects, taken)
+        location = taken.location(part, objects)
         piece = AffinePiece((part.elements,), at, (1,), part.begin, (1,), (location,))
         pieces.setdefault(location, []).append(piece)
         at += part.elements
@@ -129,15 +129,29 @@ class _Ranges:
         return True
 
 
-def _location(part: Part, objects: list[str], taken: dict[str, list[tuple[int, _Ranges]]]) -> int:
-    for location, ranges in taken.setdefault(part.object, []):
-        if ranges.takes(part.begin, part.end):
-            return location
-    ranges = _Ranges()
-    ranges.takes(part.begin, part.end)
-    taken[part.object].append((len(objects), ranges))
-    objects.append(part.object)
-    return len(objects) - 1
+class _Taken:
+    """The locations of each object with the ranges they give already."""
+
+    def __init__(self) -> None:
+        self._locations: dict[str, list[tuple[int, _Ranges]]] = {}
+        self._full: dict[Part, int] = {}
+
+    def location(self, part: Part, objects: list[str]) -> int:
+        """The first location of the part's object that does not give any of its range yet; ``objects`` gets a new one
+        where there is none."""
+        found = self._locations.setdefault(part.object, [])
+        # Where this same range did not fit before it does not fit now: a range may be given very many times.
+        for at in range(self._full.get(part, 0), len(found)):
+            location, ranges = found[at]
+            if ranges.takes(part.begin, part.end):
+                self._full[part] = at + 1
+                return location
+        ranges = _Ranges()
+        ranges.takes(part.begin, part.end)
+        found.append((len(objects), ranges))
+        self._full[part] = len(found)
+        objects.append(part.object)
+        return len(objects) - 1
 
 
 def _runs(rank: int, piece: AffinePiece, most: int) -> list[tuple[int, int, int, int]]:

@@ -171,3 +171,16 @@ def test_any_cutting_into_blocks(seed, rows, columns, width):
             flat[source] = ("xy"[rank], dest)
     assert elements(binding) == flat
     assert map_to_bindings(layout.canonical(), ["x", "y"]) == binding
+
+
+def test_a_range_given_very_many_times(monkeypatch):
+    """Each time has a location of its own, found without asking all before it."""
+    from deepspeed_affine.ninfer import bridge
+
+    asked, takes = [], bridge._Ranges.takes
+    monkeypatch.setattr(bridge._Ranges, "takes", lambda self, b, e: asked.append(b) or takes(self, b, e))
+    given = [ninfer.Part("b", 2, 5), ninfer.Part("b", 0, 1)] * 500
+    bound = bindings_to_map(directory({"p": ninfer.Binding(parts=given)}), "p")
+    assert bound.objects == ("b",) * 500
+    assert len(asked) <= 2 * len(given)
+    assert map_to_bindings(bound.map, bound.objects).parts == tuple(given)
