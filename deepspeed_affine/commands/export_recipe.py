@@ -84,7 +84,7 @@ class ExportPlan:
 def read_recipe(path: str) -> Recipe:
     """The recipe at ``path``; its resources are relative to the folder it is in."""
     with open(path, "rb") as file:
-        root = parse_json(file.read(), path)
+        root = parse_json(file.read(), path, "the recipe")
     if not isinstance(root, dict) or not root.keys() <= _MEMBERS:
         raise PolicyError(
             f"{path}: is no recipe; expected an object with some of {', '.join(sorted(_MEMBERS))}.", file=path
@@ -262,6 +262,7 @@ def _bindings(
     """Logical names to what they are: the recipe's, then every weight it does not name under its own."""
     found: dict[str, Binding] = {}
     named: set[str] = set()
+    taken: set[str] = set()
     for name, value in (recipe.bindings or {}).items():
         if isinstance(value, str):
             if value not in places:
@@ -273,10 +274,10 @@ def _bindings(
             for object_id in found[name].objects:
                 if object_id not in shapes:
                     raise PolicyError(f"The recipe binds {shown(name)} to object {shown(object_id)}, which it lacks.")
+                taken.add(object_id)
     if recipe.rest == "each":
-        used = {object_id for binding in found.values() for object_id in binding.objects}
         for name, binding in places.items():
-            if name not in named and name not in found and not set(binding.objects) & used:
+            if name not in named and name not in found and not set(binding.objects) & taken:
                 found[name] = binding
     return found
 
@@ -335,6 +336,11 @@ def _owner(name: str, components: Mapping[str, Component]) -> str:
 
 def _weight(weights: Weights, name: Any) -> Weight:
     found = weights.weights.get(name) if type(name) is str else None
+    if found is None and type(name) is str and name in weights.aliases:
+        raise PolicyError(
+            f"The recipe names the parameter {shown(name)}, which is tied to {shown(weights.aliases[name])} and stored "
+            "as that; name that instead. A binding may name either."
+        )
     if found is None:
         raise PolicyError(f"The recipe names the parameter {shown(name)}, which the source does not have.")
     return found

@@ -16,10 +16,10 @@ _MOST_DIGITS = 4000
 """Python itself refuses to read a longer integer; the largest any field takes has 20 digits."""
 
 
-def parse_json(text: bytes, file: str) -> Any:
+def parse_json(text: bytes, file: str, what: str = "the directory") -> Any:
     """The value the text spells: UTF-8 without a byte order mark, every member once at every depth, finite numbers.
 
-    Raises JsonError naming ``file``.
+    Raises JsonError naming ``file`` and ``what`` of it the text is.
     """
     try:
         decoded = text.decode("utf-8")
@@ -31,7 +31,7 @@ def parse_json(text: bytes, file: str) -> Any:
             parse_int=_whole,
         )
     except AffineError as fault:
-        raise type(fault)(f"{file}: the directory {fault.message}", file=file) from None
+        raise type(fault)(f"{file}: {what} {fault.message}", file=file) from None
     except RecursionError:
         reason = "is nested deeper than can be read"
     except UnicodeDecodeError as error:
@@ -39,7 +39,7 @@ def parse_json(text: bytes, file: str) -> Any:
     except ValueError as error:
         # The decoder's own message quotes no more than a position.
         reason = f"is no JSON: {error}"
-    raise JsonError(f"{file}: the directory {reason}. Expected one strict JSON value; copy the file again.", file=file)
+    raise JsonError(f"{file}: {what} {reason}. Expected one strict JSON value.", file=file)
 
 
 def write_json(value: Any, what: str) -> bytes:

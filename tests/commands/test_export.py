@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from contextlib import suppress
@@ -13,7 +14,10 @@ from safetensors.torch import load_file
 
 from deepspeed_affine import ninfer
 from deepspeed_affine.cli import ds_affine
-from deepspeed_affine.errors import AffineError
+from deepspeed_affine.commands.export_recipe import plan_export, read_recipe
+from deepspeed_affine.commands.export_weights import open_weights
+from deepspeed_affine.errors import AffineError, PolicyError
+from deepspeed_affine.storage.files import ByteReader
 
 TENSORS = {
     "embed.weight": torch.randn(300, 128, generator=torch.Generator().manual_seed(1)),
@@ -320,3 +324,43 @@ def test_a_large_weight_is_never_in_memory(name, tmp_path):
     peak = int(ended.stdout.split()[-1])
     print(f"{name}: 1 GB of weights, at most {peak} bytes of anonymous memory")
     assert peak < 200 * 10**6
+
+
+def planned(universal, tmp_path, recipe, **aliases):
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    with ByteReader() as reader:
+        weights = dataclasses.replace(open_weights(str(universal), reader), aliases=aliases)
+        return plan_export(weights, read_recipe(str(tmp_path / "recipe.json")))
+
+
+def test_whatever_the_recipe_does_not_bind_is_bound(universal, tmp_path):
+    """Also what shares an object with something that is: a tied name, and what is stacked beside it."""
+    recipe = {
+        "objects": [{"id": "w.qk", "parameters": ["layer.q", "layer.k"]}],
+        "bindings": {"text/query": "layer.q", "text/head": "head.weight"},
+    }
+    found = planned(universal, tmp_path, recipe, **{"head.weight": "embed.weight"}).bindings
+    assert found["text/head"] == found["embed.weight"] == ninfer.Binding("embed.weight")
+    assert found["layer.k"] == ninfer.Binding(parts=(ninfer.Part("w.qk", 256 * 128, 384 * 128),))
+    assert set(found) == {"text/query", "text/head", *TENSORS} - {"layer.q"}
+
+
+def test_a_binding_by_parts_is_all_that_its_objects_get(universal, tmp_path):
+    recipe = {"bindings": {"text/rows": {"parts": [{"object": "layer.q", "range": [0, 128]}]}}}
+    assert set(planned(universal, tmp_path, recipe).bindings) == {"text/rows", *TENSORS} - {"layer.q"}
+
+
+@pytest.mark.parametrize(
+    "recipe", [{"objects": [{"id": "h", "parameters": ["head.weight"]}]}, {"formats": {"head.weight": "bf16"}}]
+)
+def test_a_tied_name_is_said_to_be_one(recipe, universal, tmp_path):
+    with pytest.raises(PolicyError, match=r"'head\.weight', which is tied to 'embed\.weight'"):
+        planned(universal, tmp_path, recipe, **{"head.weight": "embed.weight"})
+
+
+def test_a_recipe_that_is_no_json_is_called_a_recipe(universal, tmp_path, capsys):
+    (tmp_path / "r.json").write_bytes(b'\xef\xbb\xbf{"rest": "each"}')
+    assert export(universal, tmp_path / "m.ninfer", "--recipe", str(tmp_path / "r.json")) == 2
+    said = capsys.readouterr().err
+    assert "the recipe is no JSON" in said
+    assert "directory" not in said
