@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from deepspeed_affine.commands.arguments import positive
 from deepspeed_affine.commands.guarded import COULD_NOT
 from deepspeed_affine.commands.text import complain, counted, say, size
-from deepspeed_affine.errors import AffineError
+from deepspeed_affine.errors import AffineError, PolicyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     extract.add_argument("--output", required=True, metavar="FOLDER", help="the folder to make")
     extract.add_argument("--parameter", action="append", metavar="NAME", help="a parameter (default: everything)")
     extract.add_argument("--object", action="append", metavar="ID", help="a stored object by its id")
-    extract.add_argument("--encoded", action="store_true", help="write objects as they are stored, not their values")
+    extract.add_argument(
+        "--encoded", action="store_true", help="write the objects named as they are stored, not their values"
+    )
     split = action("split", "copy an artifact into files of another size, byte for byte, decoding nothing")
     split.add_argument("--output", required=True, metavar="FILE", help="the entry to make; nothing is overwritten")
     split.add_argument(
@@ -48,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """One action; returns 0, and for ``validate`` 2 where something is wrong with the artifact."""
+    if getattr(args, "output", None) == "":
+        raise PolicyError("--output: is empty; expected a path. Is a shell variable not set?")
     actions: dict[str, Callable[[argparse.Namespace], int]] = {
         "inspect": _inspect,
         "validate": _validate,
@@ -99,6 +103,8 @@ def _extract(args: argparse.Namespace) -> int:
     from deepspeed_affine.commands.ninfer_extract import extract
     from deepspeed_affine.ninfer.artifact import open_artifact
 
+    if args.encoded and not args.object:
+        raise PolicyError("--encoded: writes objects as they are stored; name them with --object.")
     with open_artifact(args.file) as artifact:
         names = extract(artifact, args.output, args.parameter, args.object, encoded=args.encoded)
     say(f"{args.output}: {counted(len(names), 'file')}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -18,12 +19,22 @@ from deepspeed_affine.ninfer.records import TensorObject
 __all__ = ["extract", "file_name"]
 
 _BLOCK = 1 << 20
+_LONGEST = 240
+"""Characters of a file's name without its ending; file systems take 255."""
 
 
 def file_name(name: str) -> str:
-    """A file name of its own for any name: what is neither letter, digit nor one of ``_.-~`` is percent-encoded."""
+    """A file name of its own for any name: what is neither letter, digit nor one of ``_.-~`` is percent-encoded.
+
+    A name too long for a file is cut and ends in ``~`` and 16 digits of its SHA-256.
+    """
     found = quote(name, safe="")
-    return f"%2E{found[1:]}" if found.startswith(".") else found
+    if found.startswith("."):
+        found = f"%2E{found[1:]}"
+    if len(found) <= _LONGEST:
+        return found
+    digest = hashlib.sha256(name.encode("utf-8")).hexdigest()[:16]
+    return f"{found[: _LONGEST - 17]}~{digest}"
 
 
 def extract(

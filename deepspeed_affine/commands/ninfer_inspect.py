@@ -8,6 +8,7 @@ from typing import Any
 
 from deepspeed_affine.commands.text import align, size
 from deepspeed_affine.errors import AffineError
+from deepspeed_affine.ir.ints import shown
 from deepspeed_affine.ninfer.artifact import Artifact
 from deepspeed_affine.ninfer.records import ObjectRecord, TensorObject
 
@@ -100,23 +101,28 @@ def _little(values: Any) -> Any:
     return values.astype(values.dtype.newbyteorder("<"), copy=False)
 
 
+def _plain(name: str) -> str:
+    # A name may hold line ends, and codes a terminal obeys.
+    return name if name.isprintable() else shown(name)
+
+
 def lines(found: dict[str, Any]) -> list[str]:
     """The description for a person."""
     rows = [["artifact", found["artifact_id"]]]
     name = found["metadata"].get("name")
     if name:
-        rows.append(["name", name])
-    rows += [["file", f"{file['name']}  {size(file['file_bytes'])}"] for file in found["files"]]
+        rows.append(["name", _plain(name)])
+    rows += [["file", f"{_plain(file['name'])}  {size(file['file_bytes'])}"] for file in found["files"]]
     for component, record in found["components"].items():
-        target = f" of {record['target']}" if "target" in record else ""
-        rows.append(["component", f"{component}{target}, {len(record.get('resources', {}))} resources"])
+        target = f" of {_plain(record['target'])}" if "target" in record else ""
+        rows.append(["component", f"{_plain(component)}{target}, {len(record.get('resources', {}))} resources"])
     kinds: dict[str, list[int]] = {}
     for record in found["objects"]:
         kinds.setdefault(record.get("format") or "resources", []).append(record["bytes"])
-    rows += [["objects", f"{len(sizes)} {kind}, {size(sum(sizes))}"] for kind, sizes in sorted(kinds.items())]
+    rows += [["objects", f"{len(sizes)} {_plain(kind)}, {size(sum(sizes))}"] for kind, sizes in sorted(kinds.items())]
     count = sum(entry["elements"] for entry in found["bindings"].values())
     rows.append(["parameters", f"{len(found['bindings'])}, {count:,} elements; {len(found['uses'])} uses"])
     if "payload_sha256" in found:
         rows.append(["payload", f"sha256 {found['payload_sha256']}"])
-        rows += [["object", f"{r['id']}  sha256 {r['encoded_sha256']}"] for r in found["objects"]]
+        rows += [["object", f"{_plain(r['id'])}  sha256 {r['encoded_sha256']}"] for r in found["objects"]]
     return align(rows, indent="")

@@ -131,3 +131,45 @@ def test_split(tmp_path, capsys):
         assert made.read_payload(0, made.payload_bytes) == source.read_payload(0, source.payload_bytes)
     assert ds_affine(["ninfer", "split", str(DATA / "allfmt.ninfer"), *arguments]) == 2
     assert "nothing is overwritten" in capsys.readouterr().err
+
+
+LONG = "x/" * 200
+
+
+def test_names_no_file_system_takes(tmp_path, capsys):
+    names = [LONG + "a", LONG + "b", "..", "\N{GRINNING FACE}" * 100]
+    path = tmp_path / "a"
+    path.write_bytes(entry(small(bindings={name: {"object": "w"} for name in names}, uses=[]), small_payload()))
+    assert ds_affine(["ninfer", "extract", str(path), "--output", str(tmp_path / "out")]) == 0
+    with ninfer.open(path) as artifact:
+        expected = artifact.read("w")
+    found = sorted((tmp_path / "out").glob("*.npy"))
+    assert len(found) == len(names)
+    assert all(len(file.name) <= 255 and np.array_equal(np.load(file), expected) for file in found)
+
+
+def test_inspect_prints_no_codes_a_terminal_obeys(tmp_path, capsys):
+    path = tmp_path / "a"
+    directory = small(metadata={"name": "a\x1b[31m\nfile  forged"})
+    path.write_bytes(entry(directory, small_payload()))
+    assert ds_affine(["ninfer", "inspect", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    assert "\nfile  forged" not in said
+
+
+@pytest.mark.parametrize("options", [["--encoded"], ["--encoded", "--parameter", "p"]])
+def test_encoded_is_of_objects(options, tmp_path, capsys):
+    path = tmp_path / "a"
+    path.write_bytes(entry(small(), small_payload()))
+    assert ds_affine(["ninfer", "extract", str(path), "--output", str(tmp_path / "out"), *options]) == 2
+    assert "--object" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("action", ["extract", "split"])
+def test_an_empty_output_is_named(action, tmp_path, capsys):
+    path = tmp_path / "a"
+    path.write_bytes(entry(small(), small_payload()))
+    assert ds_affine(["ninfer", action, str(path), "--output", ""]) == 2
+    assert "--output: is empty" in capsys.readouterr().err
