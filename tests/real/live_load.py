@@ -24,7 +24,7 @@ import torch
 from load_cases import Pair, pair_named
 from real_cases import Case
 from torch import nn
-from train_user_cases import Few
+from train_user_cases import Few, sequence
 
 import deepspeed_affine
 
@@ -113,7 +113,8 @@ def build_model(case: Case) -> nn.Module:
 
 def build_config(case: Case) -> dict[str, Any]:
     config = _train_config(case)
-    config["train_micro_batch_size_per_gpu"] = rows_of(case)
+    # Two ranks of a sequence are one of the data.
+    config["train_micro_batch_size_per_gpu"] = rows_of(case) * (2 if case.model == "sequence" else 1)
     if case.model in ("plain", "pipe") and case.optimizer == "adamw" and not case.name.startswith("groups"):
         config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 8, "warmup_max_lr": 1e-2}}
     return config
@@ -127,6 +128,9 @@ def rows_of(case: Case) -> int:
 
 
 def build_engine(case: Case, *, seed: int) -> Any:
+    if case.model == "sequence":
+        torch.manual_seed(seed)
+        return sequence(case)
     if case.model != "few":
         engine = train.build_engine(case, load_universal=seed != 1234)
         # The switch is for DeepSpeed's own loading, which must play no part.

@@ -142,6 +142,7 @@ def _others() -> list[Pair]:
     thawed = Case("thawed", model_options={"buffers": True})
     groups = Case("groups", groups=2)
     groups3 = Case("groups_zero3", groups=2, stage=3)
+    sequence = Case("sequence", model="sequence", world=4)
     moe = Case("moe", model="moe", ep=2)
     merged = r"(lr|weight_decay|betas) of parameter group 0: its parameters were in 2 saved groups, with "
     fresh = r"optimizer states of (up\.weight|norm\.bias): the checkpoint has none for it"
@@ -164,6 +165,8 @@ def _others() -> list[Pair]:
         Pair("groups_merged", groups, replace(groups, groups=1), unrestored=merged),
         Pair("groups_split", Case("groups_one"), groups,
              unrestored=r"(lr|weight_decay|betas) of parameter group \d: .* was saved for one group that is now"),
+        Pair("sequence_same", sequence, sequence, warm=1),
+        Pair("sequence_to_zero3_dp2", sequence, Case("plain", world=2, stage=3), unrestored="lr_scheduler: the check"),
         Pair("moe_same", moe, moe, warm=1),
         Pair("moe_to_ep1", moe, replace(moe, ep=1)),
         Pair("moe_to_ep4", moe, replace(moe, ep=4, world=4, stage=2)),
