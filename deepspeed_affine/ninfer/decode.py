@@ -39,6 +39,7 @@ def value_dtype(format_name: str) -> np.dtype[Any]:
 def decode(geometry: Geometry, data: U8 | bytes | bytearray | memoryview) -> Values:
     """All values of an encoded object, in its shape."""
     encoded = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
+    encoded = np.ascontiguousarray(encoded).reshape(-1).view(np.uint8)
     if encoded.nbytes != geometry.total:
         raise RangeError(f"{encoded.nbytes} bytes of a {geometry.format} tensor were given; expected {geometry.total}.")
     found = np.empty(geometry.elements, value_dtype(geometry.format))

@@ -110,7 +110,9 @@ class FileSet:
     def read_into(self, offset: int, out: U8) -> None:
         """``out`` holds the bytes of the payload from ``offset`` on."""
         self.check_range(offset, out.nbytes)
-        view = out.data
+        if not out.flags.c_contiguous:
+            raise RangeError(f"{self.path}: bytes are to be read into an array with gaps; expected a contiguous one.")
+        view = out.reshape(-1).view(np.uint8).data
         for number, at, place, size in self.segments(offset, out.nbytes):
             self._read(number, at, view[place : place + size])
 

@@ -46,6 +46,7 @@ def write_json(value: Any, what: str) -> bytes:
     """The compact spelling of a plain value, UTF-8; what JSON cannot hold unchanged is a ``SchemaError``."""
     try:
         text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        _require_names(value)
         try:
             return text.encode("utf-8")
         except UnicodeEncodeError:
@@ -53,6 +54,20 @@ def write_json(value: Any, what: str) -> bytes:
             return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:
         raise SchemaError(f"{what}: cannot be written as JSON: {error}. Expected plain finite values.") from None
+
+
+def _require_names(value: Any) -> None:
+    """Return if every member has text for its name: the encoder writes another key as text. ``value`` has no cycle."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            for key in item:
+                if not isinstance(key, str):
+                    raise TypeError(f"the member name {shown(key)} is no text")
+            waiting += item.values()
+        elif isinstance(item, (list, tuple)):
+            waiting += item
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

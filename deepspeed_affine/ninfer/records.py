@@ -106,6 +106,8 @@ class Component:
         if self.target is not None:
             identifier(self.target, "A component's target")
         object.__setattr__(self, "resources", _names(self.resources, "A component's resources"))
+        if self.proposal is not None and not isinstance(self.proposal, Proposal):
+            raise SchemaError(f"A component's proposal is {shown(self.proposal)}; expected a Proposal.")
 
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {"config": dict(self.config)}

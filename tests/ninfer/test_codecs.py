@@ -438,3 +438,11 @@ def test_fp8_rows_that_reach_448_encode_to_themselves(seed, columns):
     exact = pack_fp8(codes, np.array([0x3F80, 0x4000, 0x3000], np.uint16))
     values = decode(plan_geometry("fp8_e4m3fn_row_bf16", None, (3, columns)), exact)
     assert encode("fp8_e4m3fn_row_bf16", values).tobytes() == exact.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["<u2", "<f4", "<u8"])
+def test_encoded_bytes_may_be_an_array_of_any_type_and_shape(kind):
+    values = np.arange(16, dtype=np.float32).reshape(2, 8)
+    geometry, data = plan_geometry("bf16", None, (2, 8)), encode("bf16", values)
+    assert np.array_equal(decode(geometry, data.view(kind)), values)
+    assert np.array_equal(decode(geometry, data.reshape(4, 8)), values)

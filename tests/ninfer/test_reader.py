@@ -459,3 +459,13 @@ def test_a_shape_that_is_none_is_a_binding_error(shape, tmp_path):
 def test_a_rotation_never_mixes_two_inputs(inputs, signs):
     with pytest.raises(ninfer.BindingError, match="multiples of 1024"):
         ninfer.hadamard_transform(np.ones(inputs, np.float32), np.ones(signs, np.float32))
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.float32, np.uint16])
+def test_bytes_are_read_into_an_array_of_any_type(kind, tmp_path):
+    with ninfer.open(split(tmp_path, [5, 100, 160])) as artifact:
+        found = np.zeros(8 // np.dtype(kind).itemsize, kind)
+        artifact.read_encoded_into("w", found, 2)
+        assert found.tobytes() == small_payload()[2:10]
+        with pytest.raises(ninfer.RangeError, match="gaps"):
+            artifact.read_encoded_into("w", np.zeros(8, kind)[::2])

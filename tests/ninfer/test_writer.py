@@ -603,3 +603,24 @@ def test_a_name_too_long_for_a_continuation_is_refused_before_anything_is_writte
     with pytest.raises(ninfer.WriterError, match="at most 255"):
         ninfer.Writer(tmp_path / ("n" * 250), specs, TEXT, max_file_bytes=8192)
     assert listing(tmp_path) == []
+
+
+@pytest.mark.parametrize("value", [{"a": {1: 2}}, {"a": [{True: 2}]}, {"a": ({None: 1},)}])
+def test_a_member_name_that_is_no_text_is_refused(value, tmp_path):
+    """It would be written as text, and read as something else than was given."""
+    for place in ("metadata", "provenance"):
+        with pytest.raises(ninfer.SchemaError, match="is no text"):
+            ninfer.Writer(tmp_path / "a", [ninfer.TensorSpec("f", (1,), "fp32")], TEXT, **{place: value})
+    assert listing(tmp_path) == []
+
+
+def test_a_proposal_that_is_none_is_refused():
+    with pytest.raises(ninfer.SchemaError, match="proposal"):
+        ninfer.Component({}, proposal={"domain": "full"})
+
+
+def test_metadata_that_holds_itself_is_refused(tmp_path):
+    value = {"a": []}
+    value["a"].append(value)
+    with pytest.raises(ninfer.SchemaError, match="cannot be written as JSON"):
+        ninfer.Writer(tmp_path / "a", [ninfer.TensorSpec("f", (1,), "fp32")], TEXT, metadata=value)
