@@ -29,12 +29,15 @@ class StatedInfo:
                 f"{keys.AFFINE_MAP} is a {type(document).__name__}; expected the document of the parameters' maps."
             )
         self._head = {"version": document["version"]} if "version" in document else {}
-        under = "params" in document
-        rows = document["params"] if under else {key: row for key, row in document.items() if key != "version"}
-        self._rows: Mapping[str, Any] = rows if isinstance(rows, Mapping) else {}
-        self._patterns = [key for key in self._rows if not isinstance(key, str) or exact_name(key) is None]
-        if document and not isinstance(rows, Mapping):
+        under = document.get("params")
+        rows = under if isinstance(under, Mapping) else {key: row for key, row in document.items() if key != "version"}
+        if document:
+            # What is wrong with the document as a whole is found without its rows: a newer version, two spellings.
+            read_document({**document, "params": {}} if rows is under else self._head or document)
+        if under is not None and rows is not under:
             read_document(document)
+        self._rows: Mapping[str, Any] = rows
+        self._patterns = [key for key in self._rows if not isinstance(key, str) or exact_name(key) is None]
 
     def says(self, name: str) -> bool:
         """Whether a list names the parameter, or a map does."""

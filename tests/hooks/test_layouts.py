@@ -301,3 +301,35 @@ def test_the_attribute_of_the_metadata_is_deepspeeds():
     layer = cut("column", 2, 0)
     assert hasattr(layer.weight, metadata_attribute())
     assert full_tensors("column").keys() == dict(model_of(layer).named_parameters()).keys()
+
+
+def test_what_leaves_no_trace_is_taken_from_the_users_patterns():
+    """As the embeddings that a partition_config slices before 0.19.6."""
+    with answered(2, 1):
+        model = model_of(cut("column", 2, 1))
+        model.sliced = torch.nn.Embedding(9, 4)
+        alone = live_params(model)
+        told = live_params(model, info={"parameter_with_row_parallelism_patterns": [r"^sliced\.weight$"]})
+    assert alone["sliced.weight"].source == "untouched"
+    assert told["sliced.weight"].source == "patterns"
+    assert told["sliced.weight"].layout.logical_shape == (9, 8)
+    assert {name: param for name, param in told.items() if "sliced" not in name} == {
+        name: param for name, param in alone.items() if "sliced" not in name
+    }
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        [1],
+        {"version": 2, "params": {}},
+        {"version": 1, "params": [1]},
+        {"version": 1, "params": {}, "^up$": {}},
+        {"params": {}},
+        {"^up$": {}},
+        {"version": 2, "^up$": {}},
+    ],
+)
+def test_an_info_whose_maps_cannot_be_read_is_refused(document):
+    with pytest.raises(AffineError, match="affine"):
+        live_params(hand_cut(), info={**INFO, "affine_map": document}, mpu=Unit(2, 0))
