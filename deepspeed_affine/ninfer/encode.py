@@ -164,12 +164,13 @@ def _fp8_planes(source: npt.NDArray[np.float32], what: str) -> dict[str, U8]:
     if not np.isfinite(rows).all():
         raise ValueDomainError(f"{what}: has a value that rounds to an infinite bfloat16; expected smaller ones.")
     largest = np.abs(rows).max(axis=1)
-    words = round_to_bf16((largest.astype(np.float64) / 448.0).astype(np.float32))
+    with np.errstate(under="ignore"):
+        words = round_to_bf16((largest.astype(np.float64) / 448.0).astype(np.float32))
     words[(words == 0) & (largest > 0)] = 1
     used = words != 0
     scales = bf16_to_float32(words)
     inverse = np.zeros(len(words), np.float32)
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         inverse[used] = (1.0 / scales[used].astype(np.float64)).astype(np.float32)
         scaled = rows * inverse[:, None]
     if not np.isfinite(scaled).all():

@@ -97,12 +97,16 @@ def as_array(values: Any, format_name: str) -> npt.NDArray[Any]:
     bfloat16, which numpy has not, becomes words for ``bf16`` and float32 for every other format.
     """
     torch = sys.modules.get("torch")
-    if torch is None or not isinstance(values, torch.Tensor):
-        return np.asarray(values)
-    values = values.detach().cpu()
-    if values.dtype is not torch.bfloat16:
-        found: npt.NDArray[Any] = values.numpy()
-        return found
+    try:
+        if torch is None or not isinstance(values, torch.Tensor):
+            return np.asarray(values)
+        values = values.detach().cpu()
+        if values.dtype is not torch.bfloat16:
+            found: npt.NDArray[Any] = values.numpy()
+            return found
+    except (TypeError, ValueError, RuntimeError) as error:
+        # Rows of several lengths, types numpy has not, tensors without data.
+        raise ValueDomainError(f"{format_name}: values cannot be taken ({error}); expected an array.") from error
     words: npt.NDArray[Any] = values.contiguous().view(torch.int16).numpy().view(np.uint16)
     return words if format_name == "bf16" else bf16_to_float32(words)
 

@@ -10,6 +10,7 @@ from deepspeed_affine.ir.ints import shown
 from deepspeed_affine.ninfer.errors import BindingError, RangeError, SchemaError
 
 __all__ = [
+    "MAX_RANK",
     "U64_MAX",
     "align_up",
     "checked_sum",

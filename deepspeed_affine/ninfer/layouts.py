@@ -22,7 +22,7 @@ from deepspeed_affine.ninfer.formats import (
     ROW_SPLIT,
     layout_of_format,
 )
-from deepspeed_affine.ninfer.integers import align_up, elements
+from deepspeed_affine.ninfer.integers import MAX_RANK, align_up, elements, whole
 from deepspeed_affine.ninfer.records import ObjectRecord, TensorObject
 
 __all__ = ["OBJECT_ALIGNMENT", "Geometry", "Plane", "check_resource", "encoded_bytes", "geometry_of", "plan_geometry"]
@@ -142,11 +142,16 @@ def plan_geometry(
         raise EncodingError(f"{subject}: layout {shown(layout)} is not known; expected one of {', '.join(_LAYOUTS)}.")
     if layout != home:
         raise EncodingError(f"{subject}: layout {layout} cannot hold format {format_name}; expected {home}.")
+    divisors = whole(divisors, f"{subject}: its divisors", EncodingError)
+    if divisors < 1:
+        raise EncodingError(f"{subject}: has {divisors} divisors; expected one or more.")
     if divisors != 1 and format_name != NVFP4:
         raise EncodingError(f"{subject}: has {divisors} divisors in format {format_name}; only nvfp4 may have several.")
-    shape = tuple(shape)
+    shape = tuple(whole(extent, f"{subject}: an extent", EncodingError) for extent in shape)
     if min(shape, default=1) < 1:
         raise EncodingError(f"{subject}: has shape {shape}; expected one element or more.")
+    if len(shape) > MAX_RANK:
+        raise EncodingError(f"{subject}: has {len(shape)} axes; expected at most {MAX_RANK}.")
     count = elements(shape, f"{subject}: its shape")
     if layout == CONTIGUOUS:
         size = align_up(count * DIRECT[format_name], 1)

@@ -268,6 +268,8 @@ class Use:
         policy: Any = self.activation_policy
         if policy is not None:
             object.__setattr__(self, "activation_policy", policy_of(getattr(policy, "value", policy)))
+        if not isinstance(self.auxiliaries, Mapping):
+            raise SchemaError(f"A use's auxiliaries are {shown(self.auxiliaries)}; expected an object.")
         for role, binding in self.auxiliaries.items():
             identifier(role, "An auxiliary's role")
             if not isinstance(binding, Binding):

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ninfer_oracle import (
@@ -20,6 +21,7 @@ from ninfer_oracle import (
     pack_row_split,
 )
 
+from deepspeed_affine.errors import AffineError
 from deepspeed_affine.ninfer.decode import decode, decode_range
 from deepspeed_affine.ninfer.encode import encode, encode_rows, join, nvfp4_divisor
 from deepspeed_affine.ninfer.errors import EncodingError, RangeError, ReferenceError_, ValueDomainError
@@ -446,3 +448,54 @@ def test_encoded_bytes_may_be_an_array_of_any_type_and_shape(kind):
     geometry, data = plan_geometry("bf16", None, (2, 8)), encode("bf16", values)
     assert np.array_equal(decode(geometry, data.view(kind)), values)
     assert np.array_equal(decode(geometry, data.reshape(4, 8)), values)
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "divisors"),
+    [
+        ("fp32", (2.5, 2), 1),
+        ("fp32", (True, 2), 1),
+        ("fp32", ("2", 2), 1),
+        ("fp32", (1,) * 17, 1),
+        ("fp32", (-2, -2), 1),
+        ("nvfp4", (128, 64), 0),
+        ("nvfp4", (128, 64), -1),
+        ("nvfp4", (128, 64), 1.0),
+    ],
+)
+def test_a_geometry_of_what_is_no_shape(form, shape, divisors):
+    with pytest.raises(EncodingError):
+        plan_geometry(form, None, shape, divisors)
+
+
+def test_a_geometry_never_wraps_around():
+    assert plan_geometry("bf16", None, (np.int32(70000), np.int32(70000))).total == 9_800_000_000
+    with pytest.raises(RangeError):
+        plan_geometry("fp32", None, (np.int64(2**62), np.int64(4)))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[[1.0], [1.0, 2.0]], torch.ones(2, 3).to(torch.float8_e4m3fn), torch.ones(2, 3, device="meta"), None, "text"],
+    ids=["ragged", "float8", "meta", "none", "text"],
+)
+def test_what_is_no_array_of_numbers_is_refused(values):
+    for form in ("fp32", "bf16", "q8_g32_fp16"):
+        with pytest.raises(AffineError):
+            encode(form, values)
+
+
+@pytest.mark.parametrize("form", ["q4_g64_fp16", "q8_g32_fp16", "fp8_e4m3fn_row_bf16"])
+def test_numpy_settings_of_the_caller_do_not_matter(form):
+    def result(values):
+        try:
+            data = encode(form, values)
+        except ValueDomainError as refused:
+            return str(refused)
+        return data.tobytes() + decode(plan_geometry(form, None, values.shape), data).tobytes()
+
+    for size in (1e-45, 1e-40, 1e-30, 1, 1e4):
+        values = np.array([[size, -size / 3, 0, -0.0]], np.float32)
+        expected = result(values)
+        with np.errstate(all="raise"):
+            assert result(values) == expected

@@ -304,3 +304,9 @@ def test_records_check_themselves():
     assert ninfer.Use("p", "i", "AllowA8").activation_policy is ninfer.ActivationPolicy.ALLOW_A8
     with pytest.raises(AttributeError):
         directory_of(small()).files = ()
+
+
+@pytest.mark.parametrize("auxiliaries", [None, [], "x"])
+def test_auxiliaries_that_are_no_mapping(auxiliaries):
+    with pytest.raises(ninfer.SchemaError, match="auxiliaries"):
+        ninfer.Use("p", "i", None, auxiliaries)
