@@ -115,7 +115,7 @@ def map_to_bindings(layout: ParamAffineMap, objects: Mapping[int, str] | Sequenc
 
 
 class _Ranges:
-    """Ranges of one object that one location already gives, in order of their starts, none over another."""
+    """Ranges of one object that one location already gives, in order of their starts, none over or next to another."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []
@@ -125,7 +125,13 @@ class _Ranges:
         at = bisect_left(self._ranges, (begin, end))
         if (at and self._ranges[at - 1][1] > begin) or (at < len(self._ranges) and self._ranges[at][0] < end):
             return False
-        self._ranges.insert(at, (begin, end))
+        # What continues a neighbour is one with it, so that parts in order, or in reverse, stay a short list.
+        if at < len(self._ranges) and self._ranges[at][0] == end:
+            end = self._ranges.pop(at)[1]
+        if at and self._ranges[at - 1][1] == begin:
+            self._ranges[at - 1] = (self._ranges[at - 1][0], end)
+        else:
+            self._ranges.insert(at, (begin, end))
         return True
 
 

@@ -184,3 +184,19 @@ def test_a_range_given_very_many_times(monkeypatch):
     assert bound.objects == ("b",) * 500
     assert len(asked) <= 2 * len(given)
     assert map_to_bindings(bound.map, bound.objects).parts == tuple(given)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 5)), max_size=30))
+def test_a_location_takes_exactly_the_ranges_it_has_room_for(asked):
+    from deepspeed_affine.ninfer.bridge import _Ranges
+
+    ranges, given_ = _Ranges(), set()
+    for begin, length in asked:
+        wanted = set(range(begin, begin + length))
+        assert ranges.takes(begin, begin + length) == (not wanted & given_)
+        if not wanted & given_:
+            given_ |= wanted
+    edges = [edge for span in ranges._ranges for edge in span]
+    assert edges == sorted(set(edges))
+    assert {at for begin, end in ranges._ranges for at in range(begin, end)} == given_
