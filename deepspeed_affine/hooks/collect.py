@@ -57,6 +57,10 @@ def collect_autotp_universal_checkpoint_info(
     legacy = LegacyKeys(entries)
     for stage in stages:
         legacy.forget_aliases(stage.aliases)
+    for param in params:
+        if param.source == "experts" and not _is_native(param):
+            # They are merged over their own group by lists of its own; DeepSpeed's converter would find these unused.
+            legacy.remove(param.universal)
     if info is None or by_layers:
         whole = [param.universal for param in params if param.source == "untouched" or _is_native(param)]
         legacy.add(keys.TP_REPLICATED, whole)
