@@ -911,6 +911,22 @@ def test_x7_a_stage_pickled_by_name(tmp_path, stage):
     assert_converts(made, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("stage", "dp", "count", "converts"),
+    [(1, 2, 3, False), (2, 3, 4, False), (2, 3, 3, True), (1, 1, 3, True), (3, 2, 3, True)],
+)
+def test_x8_gradients_in_turns_record_other_slices(tmp_path, capsys, stage, dp, count, converts):
+    """With a turn for each parameter at most, the order stays as it is."""
+    made = make(World(stage=stage, dp=dp), [Param(f"p{n}", random_full((3, 2), n)) for n in range(count)])
+    for root in made.files.values():
+        if isinstance(root.get("ds_config"), dict):
+            root["ds_config"] = {"zero_optimization": {"stage": stage, "round_robin_gradients": True}}
+    if converts:
+        assert_converts(made, tmp_path)
+    else:
+        assert "round_robin_gradients" in assert_refuses(made.save(tmp_path / "ckpt"), tmp_path, capsys)
+
+
 def test_every_row_of_the_table_has_its_tests():
     """docs/user_cases.md names every test of this file and no other, and every reported row once."""
     root = Path(__file__).parents[2]

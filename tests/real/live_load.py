@@ -256,6 +256,9 @@ def run_source(case: Case, folder: Path) -> dict[str, Any]:
 def convert(case: Case, folder: Path) -> dict[str, Any]:
     from deepspeed_affine.cli import ds_to_universal
 
+    if case.config.get("zero_optimization", {}).get("round_robin_gradients"):
+        # Ours refuses it; what DeepSpeed's converter makes of it is the folder a user may have.
+        return train.convert_stock(folder / "ordinary" / "saved", folder / "universal")
     # 0.18.9 forgets to list what every rank holds whole.
     forgets = case.tp > 1 and case.model in train.AUTOTP_MODELS and train.is_before(0, 19, 4)
     options = ["--identical-shards", "replicated"] if forgets else []
