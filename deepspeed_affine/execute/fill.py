@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from deepspeed_affine.execute.gather import PieceReader, ReadLog, Words, word_of
+from deepspeed_affine.execute.gather import PieceReader, ReadLog, Words, piece_view, word_of
 from deepspeed_affine.execute.typed import as_tensor, convert_dtype
 from deepspeed_affine.ir import AffinePiece, meet
 from deepspeed_affine.plan.conversion import TensorFile
@@ -51,7 +51,7 @@ class IntervalFiller:
     def __init__(self, task: TensorFile, pieces: PieceReader) -> None:
         self._task = task
         self._pieces = pieces
-        self._word, self._per = word_of(task.itemsize)
+        self._word, _ = word_of(task.itemsize)
         self._window = _Window(task.pieces)
         self._classes: list[tuple[_Window, list[_Window]]] = []
         if task.fill == "average":
@@ -122,9 +122,4 @@ class IntervalFiller:
         return taken
 
     def _view(self, out: Words, piece: AffinePiece) -> Words:
-        width = self._task.itemsize
-        shape, strides = piece.shape, tuple(stride * width for stride in piece.dest_strides)
-        if self._per > 1:
-            shape, strides = (*shape, self._per), (*strides, self._word.itemsize)
-        view: Words = np.ndarray(shape, self._word, out, piece.dest_offset * width, strides)
-        return view
+        return piece_view(out, piece, self._task.itemsize)

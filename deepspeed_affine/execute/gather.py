@@ -20,7 +20,7 @@ from deepspeed_affine.ir.ints import row_major_strides
 from deepspeed_affine.plan.conversion import SourceStorage
 from deepspeed_affine.storage.files import ByteReader
 
-__all__ = ["PieceReader", "ReadLog", "Words", "word_of"]
+__all__ = ["PieceReader", "ReadLog", "Words", "piece_view", "word_of"]
 
 Words = npt.NDArray[Any]
 
@@ -38,6 +38,16 @@ class ReadLog(Protocol):
 def word_of(itemsize: int) -> tuple[np.dtype[Any], int]:
     """The unsigned word that elements of ``itemsize`` bytes are moved as, and how many of them an element has."""
     return (np.dtype(f"<u{itemsize}"), 1) if itemsize <= 8 else (np.dtype("<u8"), itemsize // 8)
+
+
+def piece_view(memory: Words, piece: AffinePiece, itemsize: int) -> Words:
+    """The elements of flat ``memory`` that the piece's dest side addresses, as words of the piece's shape."""
+    word, per = word_of(itemsize)
+    shape, strides = piece.shape, tuple(stride * itemsize for stride in piece.dest_strides)
+    if per > 1:
+        shape, strides = (*shape, per), (*strides, word.itemsize)
+    view: Words = np.ndarray(shape, word, memory, piece.dest_offset * itemsize, strides)
+    return view
 
 
 class PieceReader:

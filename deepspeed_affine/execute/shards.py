@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from deepspeed_affine.execute.compare import stored_storage
-from deepspeed_affine.execute.gather import PieceReader, Words, word_of
+from deepspeed_affine.execute.gather import PieceReader, Words, piece_view, word_of
 from deepspeed_affine.execute.typed import as_tensor, convert_dtype
 from deepspeed_affine.ir import AffinePiece, ParamAffineMap, meet
 from deepspeed_affine.lowering.zero import whole_pieces
@@ -70,11 +68,11 @@ class ShardPart:
             self.fill(staged, reader, power=power)
             out.copy_(staged)
             return
-        word, per = word_of(item_size(name))
+        word, _ = word_of(item_size(name))
         memory: Words = out.detach().view(torch.uint8).numpy().view(word)
         pieces = PieceReader(tuple(stored_storage(tensor.storage) for tensor in self.tensors), reader)
         for source, target, scale in self.parts:
-            view = _view(memory, target, item_size(name), word, per)
+            view = piece_view(memory, target, item_size(name))
             if name == self.stored.dtype:
                 pieces.fill(source, view)
             else:
@@ -104,11 +102,3 @@ def shard_parts(
             for where in storage:
                 found += [(source, target, piece.scale) for source, target in meet(where, wanted)]
     return found
-
-
-def _view(memory: Words, target: AffinePiece, width: int, word: np.dtype[np.unsignedinteger], per: int) -> Words:
-    shape, strides = target.shape, tuple(stride * width for stride in target.dest_strides)
-    if per > 1:
-        shape, strides = (*shape, per), (*strides, word.itemsize)
-    view: Words = np.ndarray(shape, word, memory, target.dest_offset * width, strides)
-    return view

@@ -8,6 +8,7 @@ run. No collective is entered and no live tensor is touched.
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape | None]
 
 
-class Partition:
+class Partition(ABC):
     """A layer's cut: ``run`` gives what a rank holds of ``weight`` and ``bias`` when both are as given."""
 
     degree: int
@@ -33,12 +34,13 @@ class Partition:
     shapes_known: dict[str, Shape | None]
     """The shapes of F that the layer remembers, by attribute; missing ones are to be found from the shards."""
 
+    @abstractmethod
     def run(self, rank: int, weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
-        raise NotImplementedError
+        """What ``rank`` holds of either, by attribute."""
 
+    @abstractmethod
     def key(self) -> object:
         """What the cut depends on besides the shapes: layers with equal keys are cut alike."""
-        raise NotImplementedError
 
     def function(self, attribute: str, shapes: Shapes) -> Callable[[torch.Tensor, int], Any]:
         """``(full, rank) -> shard`` of one of the two, the other being zeros."""
