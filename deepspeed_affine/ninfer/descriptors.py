@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 __all__ = ["MOST_OPEN", "Descriptors"]
 
-MOST_OPEN = 64
+# Two sets at work together (one read, one written) take less than a hundred descriptors.
+MOST_OPEN = 32
 
 
 class Descriptors:

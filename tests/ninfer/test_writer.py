@@ -441,8 +441,9 @@ def test_more_files_than_a_process_may_open(tmp_path):
 
     values = np.arange(300_000, dtype=np.float32)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = max(int(name) for name in os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(used + 100, hard), hard))
+    # Every number below the highest in use is taken, so that what is left is the same whatever ran before.
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(max(map(int, os.listdir("/proc/self/fd"))))]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(taken) + 100, hard), hard))
     try:
         bindings = {"p": ninfer.Binding("w")}
         with ninfer.Writer(
@@ -465,6 +466,8 @@ def test_more_files_than_a_process_may_open(tmp_path):
             assert np.array_equal(made.read_parameter("p"), values)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for number in taken:
+            os.close(number)
 
 
 def test_records_as_a_directory_spells_them(tmp_path):
