@@ -6,9 +6,9 @@ can be planned with as any other layout.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappush, heapreplace
 from itertools import pairwise
 
 from deepspeed_affine.errors import UnsupportedLayoutError
@@ -28,8 +28,8 @@ MOST_PARTS = 1 << 20
 class BoundMap:
     """A parameter as a map: location ``n`` is the stored tensor ``objects[n]``.
 
-    The map is partial, since a parent may hold more than what is bound. A tensor that gives one range twice has a
-    location for each time, as no shard address may be named twice.
+    The map is partial, since a parent may hold more than what is bound. A tensor that gives an element several times,
+    by one range again or by ranges that overlap, has a location for each time, as no shard address may be named twice.
     """
 
     map: ParamAffineMap
@@ -40,7 +40,7 @@ def bindings_to_map(directory: Directory, name: str, shape: Sequence[int] | None
     """The map of a parameter with the given shape: every element of F at its place in a stored tensor.
 
     Without a shape, a whole object has its own and parts are flat. Raises BindingError where there is no such parameter
-    or it has another number of elements, and InvalidMapError for offsets beyond 63 bits.
+    or it has another number of elements, and InvalidMapError for offsets beyond 63 bits. O(n log n) in parts.
     """
     binding = directory.bindings.get(name)
     if binding is None:
@@ -63,15 +63,14 @@ def bindings_to_map(directory: Directory, name: str, shape: Sequence[int] | None
             f"Parameter {shown(name)}: its parts have {count} elements; expected {product(shape)}, for shape {shape}.",
             param=name,
         )
-    objects: list[str] = []
-    taken = _Taken()
+    runs = _continued(parts)
+    locations, objects = _locations(runs)
     pieces: dict[int, list[AffinePiece]] = {}
     at = 0
-    for part in parts:
-        location = taken.location(part, objects)
-        piece = AffinePiece((part.elements,), at, (1,), part.begin, (1,), (location,))
+    for run, location in zip(runs, locations, strict=True):
+        piece = AffinePiece((run.elements,), at, (1,), run.begin, (1,), (location,))
         pieces.setdefault(location, []).append(piece)
-        at += part.elements
+        at += run.elements
     shapes = {location: directory.tensor(object_id).shape for location, object_id in enumerate(objects)}
     return BoundMap(ParamAffineMap(shape, shapes, pieces), tuple(objects))
 
@@ -114,50 +113,41 @@ def map_to_bindings(layout: ParamAffineMap, objects: Mapping[int, str] | Sequenc
     return Binding(parts=tuple(Part(_named(objects, rank), dest, dest + n) for _, dest, n, rank in merged))
 
 
-class _Ranges:
-    """Ranges of one object that one location already gives, in order of their starts, none over or next to another."""
+def _continued(parts: Sequence[Part]) -> list[Part]:
+    """The parts in order, those that go on where the one before ends as one with it."""
+    found: list[Part] = []
+    first, end = parts[0], parts[0].end
+    for part in parts[1:]:
+        if part.object != first.object or part.begin != end:
+            found.append(Part(first.object, first.begin, end))
+            first = part
+        end = part.end
+    found.append(Part(first.object, first.begin, end))
+    return found
 
-    def __init__(self) -> None:
-        self._ranges: list[tuple[int, int]] = []
 
-    def takes(self, begin: int, end: int) -> bool:
-        """Whether ``[begin, end)`` was free; if so, it is given from now on."""
-        at = bisect_left(self._ranges, (begin, end))
-        if (at and self._ranges[at - 1][1] > begin) or (at < len(self._ranges) and self._ranges[at][0] < end):
-            return False
-        # What continues a neighbour is one with it, so that parts in order, or in reverse, stay a short list.
-        if at < len(self._ranges) and self._ranges[at][0] == end:
-            end = self._ranges.pop(at)[1]
-        if at and self._ranges[at - 1][1] == begin:
-            self._ranges[at - 1] = (self._ranges[at - 1][0], end)
+def _locations(runs: Sequence[Part]) -> tuple[list[int], list[str]]:
+    """The location of each run, numbered as they first occur, and the object of each location.
+
+    Runs of one location do not overlap, and an object has as many locations as the element of it that is given most
+    often is given times: runs are placed by their starts, each where another has ended if there is such a place. O(n
+    log n) in runs, however they overlap.
+    """
+    places: dict[int, tuple[str, int]] = {}
+    taken: dict[str, list[tuple[int, int]]] = {}
+    for number in sorted(range(len(runs)), key=lambda n: runs[n].begin):
+        run = runs[number]
+        ends = taken.setdefault(run.object, [])
+        if ends and ends[0][0] <= run.begin:
+            place = ends[0][1]
+            heapreplace(ends, (run.end, place))
         else:
-            self._ranges.insert(at, (begin, end))
-        return True
-
-
-class _Taken:
-    """The locations of each object with the ranges they give already."""
-
-    def __init__(self) -> None:
-        self._locations: dict[str, list[tuple[int, _Ranges]]] = {}
-        self._full: dict[Part, int] = {}
-
-    def location(self, part: Part, objects: list[str]) -> int:
-        """The first location of the part's object that does not give any of its range yet; ``objects`` gets a new one
-        where there is none."""
-        found = self._locations.setdefault(part.object, [])
-        # Where this same range did not fit before it does not fit now: a range may be given very many times.
-        for at in range(self._full.get(part, 0), len(found)):
-            location, ranges = found[at]
-            if ranges.takes(part.begin, part.end):
-                self._full[part] = at + 1
-                return location
-        ranges = _Ranges()
-        ranges.takes(part.begin, part.end)
-        found.append((len(objects), ranges))
-        self._full[part] = len(found)
-        objects.append(part.object)
-        return len(objects) - 1
+            place = len(ends)
+            heappush(ends, (run.end, place))
+        places[number] = (run.object, place)
+    numbers: dict[tuple[str, int], int] = {}
+    locations = [numbers.setdefault(places[n], len(numbers)) for n in range(len(runs))]
+    return locations, [object_id for object_id, _ in numbers]
 
 
 def _runs(rank: int, piece: AffinePiece, most: int) -> list[tuple[int, int, int, int]]:
