@@ -2,10 +2,14 @@
 
     python benchmarks/ninfer.py [--rows 4096] [--columns 4096] [--rounds 15]
 
-One thread. GB/s are of float32 values (int32 for int32), the best of the rounds, in which all take turns. "copy" is of
-as many bytes to memory that was touched before, as decoding is; "fresh" to new memory, as encoding is. "torch" is the
-same arithmetic where torch has it: bfloat16 and float8 widened, int8 codes times their scale. Shares of the copy are
-beside decode and encode.
+One thread. GB/s are of values, float32 or int32, the best of the rounds, in which all take turns. "copy" is numpy's of
+the same values: beside decoding into memory that was touched before, beside encoding into new memory, as either is.
+"torch" is the same arithmetic where torch has it, also into touched memory and into new: bfloat16 and float8 widened,
+int8 codes times their scale, float32 rounded to bfloat16.
+
+"share" is the time of the copy by the time taken. A copy reads and writes the values, a codec reads or writes fewer
+bytes on one side; "moved" is the share of the copy's speed in bytes read and written. In the last rows the values are
+bfloat16 already, as torch has them, and float32 that has to be rounded, which an encoder leaves to ``round_to_bf16``.
 """
 
 from __future__ import annotations
@@ -59,6 +63,13 @@ def source(name: str, values: np.ndarray) -> np.ndarray:
     return values
 
 
+def torch_encode(name: str, values: np.ndarray) -> Callable[[], Any] | None:
+    given = torch.from_numpy(values)
+    if name in ("fp32", "int32"):
+        return given.clone
+    return (lambda: given.to(torch.bfloat16)) if name == "bf16" else None
+
+
 def encoded_object(name: str, values: np.ndarray) -> np.ndarray:
     if name != "q2_g64_fp16":
         return ninfer.encode(name, source(name, values))
@@ -97,11 +108,12 @@ def main() -> None:
     shape = (args.rows, args.columns)
     values = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     out = np.zeros(shape, np.float32)
-    size = values.nbytes / 1e9
-    print(f"{args.rows} x {args.columns}, {size * 1e3:.0f} MB of values, one thread")
-    heads = ("copy", "decode", "share", "torch", "fresh", "encode", "share")
-    print(f"{'GB/s':<22}" + "".join(f"{head:>9}" for head in heads))
+    print(f"{args.rows} x {args.columns}, {values.nbytes / 1e6:.0f} MB of values, one thread")
+    side = ("copy", "{}", "share", "moved", "torch")
+    heads = [head.format(action) for action in ("decode", "encode") for head in side]
+    print(f"{'GB/s':<24}" + "".join(f"{head:>8}" for head in heads))
     for name in FORMATS:
+        given = source(name, values)
         encoded = encoded_object(name, values)
         geometry = ninfer.plan_geometry(name, None, shape)
         flat = (out.view(np.int32) if name == "int32" else out).reshape(-1)
@@ -109,22 +121,53 @@ def main() -> None:
         def fetch(offset: int, count: int, encoded: np.ndarray = encoded) -> np.ndarray:
             return encoded[offset : offset + count]
 
-        calls: dict[str, Callable[[], Any]] = {
-            "copy": lambda: np.copyto(out, values),
+        calls: dict[str, Callable[[], Any] | None] = {
+            "copy": lambda given=given: np.copyto(out.view(given.dtype), given),
             "decode": lambda g=geometry, f=flat, get=fetch: decode_range(g, get, 0, g.elements, f),
+            "torch": torch_decode(name, encoded, shape, torch.from_numpy(out)),
         }
-        theirs = torch_decode(name, encoded, shape, torch.from_numpy(out))
-        if theirs:
-            calls["torch"] = theirs
         if name != "q2_g64_fp16":
-            given = source(name, values)
-            calls["fresh"] = values.copy
+            calls["new copy"] = given.copy
             calls["encode"] = lambda n=name, v=given: ninfer.encode(n, v)
-        found = {each: size / seconds for each, seconds in best(calls, args.rounds).items()}
-        shares = [found["decode"] / found["copy"], found.get("encode", 0) / found.get("fresh", 1)]
-        row = [found["copy"], found["decode"], shares[0], found.get("torch"), found.get("fresh"), found.get("encode")]
-        cells = [*row, shares[1] if "encode" in found else None]
-        print(f"{name:<22}" + "".join(f"{cell:>9.2f}" if cell else f"{'-':>9}" for cell in cells), flush=True)
+            calls["new torch"] = torch_encode(name, given)
+        times = best({each: call for each, call in calls.items() if call}, args.rounds)
+        cells = row(times, ("copy", "decode", "torch"), given.nbytes, encoded.nbytes)
+        print(
+            line(name, cells + row(times, ("new copy", "encode", "new torch"), given.nbytes, encoded.nbytes)),
+            flush=True,
+        )
+    words = torch.from_numpy(values).to(torch.bfloat16)
+    for name, given, encode, theirs in (
+        ("bf16 of bfloat16", words.view(torch.int16).numpy(), lambda: ninfer.encode("bf16", words), words.clone),
+        (
+            "bf16 of float32 rounded",
+            values,
+            lambda: ninfer.round_to_bf16(values),
+            torch_encode("bf16", values),
+        ),
+    ):
+        times = best({"copy": given.copy, "encode": encode, "torch": theirs}, args.rounds)
+        cells = row(times, ("copy", "encode", "torch"), given.nbytes, words.nbytes)
+        print(line(name, [None] * len(side) + cells), flush=True)
+
+
+def row(times: dict[str, float], names: tuple[str, str, str], given: int, encoded: int) -> list[float | None]:
+    """GB/s of the copy and of ours, our share of the copy by time and by bytes moved, and GB/s of torch."""
+    copy, ours, theirs = (times.get(name) for name in names)
+    if not copy or not ours:
+        return [None] * 5
+    share = copy / ours
+    return [
+        given / 1e9 / copy,
+        given / 1e9 / ours,
+        share,
+        share * (given + encoded) / (2 * given),
+        given / 1e9 / theirs if theirs else None,
+    ]
+
+
+def line(name: str, cells: list[float | None]) -> str:
+    return f"{name:<24}" + "".join(f"{cell:>8.2f}" if cell else f"{'-':>8}" for cell in cells)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deepspeed_affine.ninfer.errors import RangeError
-from deepspeed_affine.ninfer.floats import E2M1, E4M3FN, U8, bf16_to_float32
+from deepspeed_affine.ninfer.floats import CACHED, E2M1, E4M3FN, U8, bf16_to_float32
 from deepspeed_affine.ninfer.formats import CONTIGUOUS, DIRECT, GROUPED, NVFP4
 from deepspeed_affine.ninfer.grouped import unpack_floats
 from deepspeed_affine.ninfer.layouts import TILE_ROWS, Geometry
@@ -27,7 +27,6 @@ Values = npt.NDArray[Any]
 
 BLOCK_ELEMENTS = 1 << 17
 """Elements decoded at once, so that what is between the bytes and the values stays in a processor's cache."""
-_WORDS = 1 << 16
 _TILE = 64
 
 
@@ -86,10 +85,10 @@ def _decode_words(geometry: Geometry, fetch: Fetch, begin: int, end: int, out: V
             place[:] = stored.view("<u4")
             continue
         words = stored.view("<u2")
-        for low in range(0, len(words), _WORDS):
+        for low in range(0, len(words), CACHED):
             # Widened and shifted while it is in the cache: one pass over memory instead of two.
-            piece = place[low : low + _WORDS]
-            np.copyto(piece, words[low : low + _WORDS])
+            piece = place[low : low + CACHED]
+            np.copyto(piece, words[low : low + CACHED])
             np.left_shift(piece, np.uint32(16), out=piece)
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from deepspeed_affine.ir.ints import shown
 from deepspeed_affine.ninfer.errors import EncodingError, ValueDomainError
 from deepspeed_affine.ninfer.floats import (
+    CACHED,
     E4M3FN,
     U8,
     as_array,
@@ -42,7 +43,6 @@ ENCODERS = {
 """How values become codes, by format, as provenance names it; formats left out keep every bit or take codes only."""
 
 _BLOCK_ELEMENTS = 1 << 18
-_CACHED = 1 << 16
 _NVFP4_TOP = 2688.0
 
 
@@ -100,17 +100,13 @@ def words_of(format_name: str, values: Values) -> U8:
 def _halves(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint16]:
     """The bfloat16 words of float32 ones, which have to be bfloat16 numbers already."""
     found = np.empty(len(words), np.uint16)
-    scratch = np.empty(min(len(words), _CACHED), np.uint32)
-    for low in range(0, len(words), _CACHED):
-        piece = words[low : low + _CACHED]
-        part = scratch[: len(piece)]
-        np.bitwise_and(piece, np.uint32(0xFFFF), out=part)
-        if part.any():
+    for low in range(0, len(words), CACHED):
+        piece = words[low : low + CACHED]
+        if np.bitwise_or.reduce(piece) & np.uint32(0xFFFF):
             raise ValueDomainError(
                 "bf16: a float32 value is no bfloat16; expected such ones. Round with round_to_bf16."
             )
-        np.right_shift(piece, np.uint32(16), out=part)
-        np.copyto(found[low : low + _CACHED], part, casting="unsafe")
+        np.right_shift(piece, np.uint32(16), out=found[low : low + CACHED], casting="unsafe")
     return found
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from deepspeed_affine.ninfer.errors import ValueDomainError
 
 __all__ = [
+    "CACHED",
     "E2M1",
     "E4M3FN",
     "E4M3FN_MAX",
@@ -25,6 +26,9 @@ __all__ = [
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
+
+CACHED = 1 << 16
+"""Elements worked on at once where a pass follows a pass: what is between them stays in a processor's cache."""
 
 E4M3FN_MAX = 448.0
 _SIGN = np.uint32(0x80000000)
@@ -53,12 +57,23 @@ def bf16_to_float32(words: U16) -> F32:
 
 def round_to_bf16(values: F32) -> U16:
     """The nearest bfloat16 words, ties to even; infinities stay, and a NaN stays a NaN of its sign."""
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    # Rounding up could carry a NaN's payload into infinity, or round it away.
-    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
-    found: U16 = np.where((bits & ~_SIGN) > _TOP, quiet, rounded).astype(np.uint16)
-    return found
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32).reshape(-1)
+    found = np.empty(len(bits), np.uint16)
+    scratch = np.empty(min(len(bits), CACHED), np.uint32)
+    for low in range(0, len(bits), CACHED):
+        piece, target = bits[low : low + CACHED], found[low : low + CACHED]
+        part = scratch[: len(piece)]
+        np.right_shift(piece, np.uint32(16), out=part)
+        np.bitwise_and(part, np.uint32(1), out=part)
+        np.add(part, np.uint32(0x7FFF), out=part)
+        np.add(part, piece, out=part)
+        np.right_shift(part, np.uint32(16), out=target, casting="unsafe")
+        with np.errstate(invalid="ignore"):
+            odd = np.isnan(piece.view(np.float32))
+        if odd.any():
+            # Rounding up could carry a NaN's payload into infinity, or round it away.
+            target[odd] = (piece[odd] >> np.uint32(16)) | np.uint32(0x40)
+    return found.reshape(np.shape(values))
 
 
 def e4m3fn_words(values: F32) -> U8:

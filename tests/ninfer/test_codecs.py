@@ -255,6 +255,36 @@ def test_direct_formats_round_nothing():
             encode(name, np.array([values]))
 
 
+def test_every_bfloat16_and_what_lies_between_is_rounded_to_the_nearest():
+    high = np.arange(1 << 16, dtype=np.uint32)
+    for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        values = (high << 16 | low).view(np.float32)
+        with np.errstate(all="raise"):
+            found = round_to_bf16(values)
+        nan = np.isnan(values)
+        assert np.array_equal(np.isnan(bf16_to_float32(found)), nan)
+        assert np.array_equal(found >> 15, high >> 15)
+        up = (low > 0x8000) | ((low == 0x8000) & (high & 1 == 1))
+        assert np.array_equal(found[~nan], (high + up)[~nan])
+        # More than are worked on at once, in no order of memory, in a shape of its own, and one alone.
+        wide = np.repeat(values, 3).reshape(3, -1).T
+        assert np.array_equal(round_to_bf16(wide), np.repeat(found, 3).reshape(3, -1).T)
+    assert round_to_bf16(np.float32(1.5)).shape == ()
+    assert round_to_bf16(np.empty((0, 3), np.float32)).shape == (0, 3)
+
+
+def test_every_bfloat16_is_kept_and_any_bit_below_is_found():
+    words = np.tile(np.arange(1 << 16, dtype=np.uint16), 3)[:-5].reshape(-1, 1)
+    values = bf16_to_float32(words)
+    assert encode("bf16", values).tobytes() == encode("bf16", words).tobytes() == words.tobytes()
+    for place in (0, 65_535, 65_536, len(words) - 1):
+        for bit in (0, 15):
+            spoiled = values.copy()
+            spoiled.view(np.uint32)[place] |= 1 << bit
+            with pytest.raises(ValueDomainError, match="no bfloat16"):
+                encode("bf16", spoiled)
+
+
 @pytest.mark.parametrize("name", [*GROUPED, "fp8_e4m3fn_row_bf16", "nvfp4", "bf16", "int32"])
 @few
 @given(data=st.data())
