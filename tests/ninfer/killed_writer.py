@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import signal
 import sys
 import time
@@ -30,7 +29,10 @@ FOREIGN = {"m.part-0099": b"a person's file", "m.part": b"", ".m.partial.txt": b
 
 @dataclass(frozen=True)
 class Model:
-    """What is written: a matrix by rows in some order, and a resource."""
+    """What is written: a matrix by rows in some order, and a resource.
+
+    ``waits`` is whether for the disk; a process that is killed takes nothing with it that was written, only power does.
+    """
 
     values: np.ndarray
     format: str
@@ -38,6 +40,7 @@ class Model:
     most: int
     parts: int
     step: int
+    waits: bool
 
     def write(self, folder: Path, order: random.Random, last: Callable[[], object] = int) -> None:
         """``last`` is called when every object is written and the files are still to be published."""
@@ -59,6 +62,10 @@ class Model:
     def names(self) -> set[str]:
         return {"m", *(f"m.part-{number:04d}" for number in range(1, self.parts + 1))}
 
+    def remove(self, folder: Path) -> None:
+        for name in self.names():
+            (folder / name).unlink()
+
     def whole(self, folder: Path) -> bool:
         """Whether there is an entry; if there is, the artifact must be complete."""
         if not (folder / "m").exists():
@@ -71,7 +78,7 @@ class Model:
         return True
 
 
-SMALL = Model(np.arange(7000, dtype=np.float32).reshape(7, 1000), "fp32", b"hello", 12_288, 3, 1)
+SMALL = Model(np.arange(7000, dtype=np.float32).reshape(7, 1000), "fp32", b"hello", 12_288, 3, 1, waits=False)
 LARGE = Model(
     np.random.default_rng(1).normal(size=(3000, 2048)).astype(np.float32),
     "q8_g32_fp16",
@@ -79,13 +86,13 @@ LARGE = Model(
     1 << 20,
     6,
     8,
+    waits=True,
 )
 
 
-def fresh(base: Path) -> tuple[Path, dict[str, tuple[int, int, bytes]]]:
+def with_foreign(base: Path) -> tuple[Path, dict[str, tuple[int, int, bytes]]]:
     """A folder with foreign files alone, and how they are."""
     folder = base / "run"
-    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for name, data in FOREIGN.items():
         (folder / name).write_bytes(data)
@@ -122,6 +129,8 @@ def child(
 
         return call
 
+    if not model.waits:
+        os.fsync = lambda fd: None
     if before:
         for name in CALLS:
             setattr(os, name, counted(getattr(os, name)))
@@ -141,7 +150,10 @@ def ended(process: int) -> int:
 
 
 def left(model: Model, folder: Path, were: dict, when: str, order: random.Random) -> str:
-    """What a killed run left, after the next one was seen to remove or complete it and to touch nothing else."""
+    """What a killed run left, after the next one was seen to remove or complete it and to touch nothing else.
+
+    Then the artifact is removed, and foreign files are all there is.
+    """
     complete = model.whole(folder)
     names = set(os.listdir(folder)) - set(FOREIGN)
     if not complete and names - model.names() - {".m.partial"}:
@@ -155,13 +167,14 @@ def left(model: Model, folder: Path, were: dict, when: str, order: random.Random
         raise SystemExit(f"{when}: after the next run there are {sorted(os.listdir(folder))}")
     if foreign(folder) != were:
         raise SystemExit(f"{when}: a foreign file has changed")
+    model.remove(folder)
     return "complete" if complete else "continuations" if names - {".m.partial"} else "nothing"
 
 
 def at_every_call(base: Path) -> Counter[str]:
     seen: Counter[str] = Counter()
+    folder, were = with_foreign(base)
     for kill_at in range(1, 10_000):
-        folder, were = fresh(base)
         calls = iter(range(kill_at - 1))
 
         def before(calls=calls) -> None:
@@ -198,17 +211,17 @@ class Timed:
 
 def at_random_moments(base: Path, count: int, seed: int) -> Counter[str]:
     rng = random.Random(seed)
-    folder, _ = fresh(base)
+    folder, were = with_foreign(base)
     run = Timed(folder, rng)
     written = run.written()
     if run.end() != 0 or not LARGE.whole(folder):
         raise SystemExit("a run that nobody killed made no artifact")
     takes = [time.monotonic() - run.start, time.monotonic() - written]
+    LARGE.remove(folder)
     seen: Counter[str] = Counter()
     for late in (False, True):
         done = 0
         while done < count:
-            folder, were = fresh(base)
             run = Timed(folder, rng)
             start = run.written() if late else run.start
             moment = rng.uniform(0, takes[late])
@@ -218,6 +231,7 @@ def at_random_moments(base: Path, count: int, seed: int) -> Counter[str]:
             if status == 0:
                 # It was faster this time; the moment has to be drawn again.
                 takes[late] = min(takes[late], time.monotonic() - start)
+                LARGE.remove(folder)
                 continue
             if status != -signal.SIGKILL:
                 raise SystemExit(f"a writer ended with {status} instead of being killed")

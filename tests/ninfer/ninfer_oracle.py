@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from fractions import Fraction
+from functools import lru_cache
 from math import inf, isinf, isnan, nan
 
 GROUPED = {
@@ -65,6 +66,7 @@ def e4m3(code: int) -> float:
     return sign * (m * 2.0**-9 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7))
 
 
+@lru_cache(maxsize=1 << 16)
 def times(scale: float, code: int) -> float:
     """One binary32 multiply, with its signs of zero."""
     if isnan(scale) or (isinf(scale) and code == 0):
@@ -132,6 +134,16 @@ def decode_fp8(data: bytes, rows: int, columns: int) -> list[float]:
     return found
 
 
+@lru_cache(maxsize=1 << 16)
+def nvfp4_value(word: int, scale_word: int, divisor: float) -> float:
+    code = -E2M1[word - 8] if word & 8 else E2M1[word]
+    scale = e4m3(scale_word)
+    if code == 0 or scale == 0:
+        return -0.0 if (word & 8 != 0) != (str(scale)[0] == "-") else 0.0
+    value = nearest_f32(Fraction(code) * Fraction(scale) / Fraction(divisor))
+    return value if value else (-0.0 if (code < 0) != (scale < 0) else 0.0)
+
+
 def decode_nvfp4(data: bytes, rows: int, columns: int, stack: int = 1) -> list[float]:
     scale_off = up(rows * columns // 2, 256)
     div_off = scale_off + rows * columns // 16
@@ -141,22 +153,10 @@ def decode_nvfp4(data: bytes, rows: int, columns: int, stack: int = 1) -> list[f
         divisor = f32(int.from_bytes(data[at : at + 4], "little"))
         for k in range(columns):
             word = bits(data, 4 * (n * columns + k), 4)
-            code = -E2M1[word - 8] if word & 8 else E2M1[word]
             j = k // 16
-            scale = e4m3(
-                data[
-                    scale_off
-                    + ((n // 128) * (columns // 64) + j // 4) * 512
-                    + (n % 32) * 16
-                    + (n % 128) // 32 * 4
-                    + j % 4
-                ]
-            )
-            if code == 0 or scale == 0:
-                found.append(-0.0 if (word & 8 != 0) != (str(scale)[0] == "-") else 0.0)
-            else:
-                value = nearest_f32(Fraction(code) * Fraction(scale) / Fraction(divisor))
-                found.append(value if value else (-0.0 if (code < 0) != (scale < 0) else 0.0))
+            tile = (n // 128) * (columns // 64) + j // 4
+            scale = data[scale_off + tile * 512 + (n % 32) * 16 + (n % 128) // 32 * 4 + j % 4]
+            found.append(nvfp4_value(word, scale, divisor))
     return found
 
 
