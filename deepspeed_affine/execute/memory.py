@@ -19,7 +19,7 @@ from deepspeed_affine.ir.piece import AffinePiece
 if TYPE_CHECKING:
     from deepspeed_affine.ir.map import ParamAffineMap
 
-__all__ = ["dense", "extract", "rebuild", "strided_view"]
+__all__ = ["as_words", "dense", "extract", "rebuild", "strided_view", "times", "word_view"]
 
 ScaledStates = Literal["refuse", "power"]
 
@@ -114,7 +114,7 @@ def extract(
     _check_scales(layout, full_param.dtype, scale_power, scaled_states)
     source = dense(full_param)
     shard = torch.empty(layout.shard_numel(rank), dtype=source.dtype, device=source.device)
-    words, shard_words = _as_words(source), _as_words(shard)
+    words, shard_words = as_words(source), as_words(shard)
     for piece in layout.pieces_by_rank[rank]:
         if not piece.numel:
             continue
@@ -123,7 +123,7 @@ def extract(
             _shard_words(shard_words, piece, shard).copy_(_full_words(words, piece, source))
         else:
             block = piece.source_view(source)
-            piece.dest_view(shard).copy_(_times(block, factor))
+            piece.dest_view(shard).copy_(times(block, factor))
     return shard.view(layout.shard_shapes[rank])
 
 
@@ -150,10 +150,10 @@ def rebuild(
         )
     _check_scales(layout, dtype, scale_power, scaled_states)
     raw = torch.empty(layout.numel, dtype=dtype, device=device)
-    raw_words = _as_words(raw)
+    raw_words = as_words(raw)
     written = 0
     for rank, flat in flats.items():
-        words = _as_words(flat)
+        words = as_words(flat)
         for piece in layout.pieces_by_rank[rank]:
             if rank == min(piece.locations) and piece.numel:
                 _full_words(raw_words, piece, raw).copy_(_shard_words(words, piece, flat))
@@ -241,12 +241,12 @@ def _compare_replicas(
     The lowest rank of each block's locations wrote it, so the written tensor stands for that rank wherever the others
     cut the block. With ``repeats`` a rank holds an element at two addresses, and its own copies are compared too.
     """
-    raw_words = _as_words(raw)
+    raw_words = as_words(raw)
     width = raw.element_size() // raw_words.element_size()
     first: tuple[int, int, AffinePiece] | None = None
     differing = 0
     for rank, flat in flats.items():
-        words = _as_words(flat)
+        words = as_words(flat)
         for piece in layout.pieces_by_rank[rank]:
             if not piece.numel or (rank == min(piece.locations) and not repeats):
                 continue
@@ -288,11 +288,11 @@ def _unscaled(layout: ParamAffineMap, raw: torch.Tensor, scale_power: int) -> to
         return raw
     full = raw.clone()
     for piece in scaled:
-        piece.source_view(full).copy_(_times(piece.source_view(raw), 1 / Fraction(piece.scale) ** scale_power))
+        piece.source_view(full).copy_(times(piece.source_view(raw), 1 / Fraction(piece.scale) ** scale_power))
     return full
 
 
-def _times(block: torch.Tensor, factor: Fraction) -> torch.Tensor:
+def times(block: torch.Tensor, factor: Fraction) -> torch.Tensor:
     """``block * factor`` with one rounding: by whichever of the factor and its reciprocal a double holds exactly.
 
     In double precision, because torch would round the factor itself to the block's dtype first.
@@ -312,7 +312,7 @@ def _times(block: torch.Tensor, factor: Fraction) -> torch.Tensor:
     return product.to(block.dtype)
 
 
-def _as_words(flat: torch.Tensor) -> torch.Tensor:
+def as_words(flat: torch.Tensor) -> torch.Tensor:
     """The flat tensor's bytes as integers of the element size (two words for 16-byte elements)."""
     if flat.dtype.is_complex:
         flat = torch.view_as_real(flat).view(-1)
@@ -322,14 +322,14 @@ def _as_words(flat: torch.Tensor) -> torch.Tensor:
 
 
 def _full_words(words: torch.Tensor, piece: AffinePiece, flat: torch.Tensor) -> torch.Tensor:
-    return _word_view(words, flat, piece.shape, piece.source_offset, piece.source_strides)
+    return word_view(words, flat, piece.shape, piece.source_offset, piece.source_strides)
 
 
 def _shard_words(words: torch.Tensor, piece: AffinePiece, flat: torch.Tensor) -> torch.Tensor:
-    return _word_view(words, flat, piece.shape, piece.dest_offset, piece.dest_strides)
+    return word_view(words, flat, piece.shape, piece.dest_offset, piece.dest_strides)
 
 
-def _word_view(
+def word_view(
     words: torch.Tensor, flat: torch.Tensor, shape: tuple[int, ...], offset: int, strides: tuple[int, ...]
 ) -> torch.Tensor:
     width = flat.element_size() // words.element_size()

@@ -26,7 +26,7 @@ from deepspeed_affine.ir.validate import check_addresses
 if TYPE_CHECKING:
     from deepspeed_affine.ir.map import ParamAffineMap
 
-__all__ = ["canonical_map", "canonical_pieces", "fold_keys", "layout_id", "maximal_runs"]
+__all__ = ["canonical_map", "canonical_pieces", "fold_keys", "fold_pairs", "layout_id", "maximal_runs"]
 
 Digits = tuple[tuple[int, int, int], ...]
 """``(extent, dest stride, source stride)``, inner digit first."""
@@ -157,6 +157,19 @@ def fold_keys(keyed: Iterable[Lattice]) -> list[Lattice]:
         for point, digits in _fold_from_unit(doubled)
         for lattice in proper(point[0], 0, [(extent, stride, 0) for extent, stride, _ in digits])
     )
+
+
+def fold_pairs(keyed: Iterable[Lattice]) -> list[tuple[int, int, Digits]]:
+    """Return the one maximally merged form of a set of address pairs, given as lattices with mates, lowest key first.
+
+    Each entry is ``(key, mate, digits)`` with digits ``(extent, key stride, mate stride)``, the largest key stride
+    first. No two of the lattices may name one key.
+    """
+    folded = [
+        (*point, tuple(sorted(digits, key=lambda digit: (-digit[1], -digit[2]))))
+        for point, digits in _fold_from_unit(list(keyed))
+    ]
+    return sorted(folded)
 
 
 def _chains(keyed: Sequence[Lattice], direction: Point, budget: Budget) -> dict[int, list[Lattice]]:

@@ -1,0 +1,93 @@
+"""A transfer plan as data: the copies of one parameter, in memory, as JSON, and by its id."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepspeed_affine.errors import InvalidMapError
+from deepspeed_affine.ir import Region
+from deepspeed_affine.ir.ints import as_extents, as_integer, shown
+from deepspeed_affine.plan.segments import TransferSegment
+
+__all__ = ["PlanStatistics", "TransferPlan"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanStatistics:
+    """What the planner looked at; pair checks and segments before merging tell a large model from a cut-up one."""
+
+    source_pieces: int
+    target_pieces: int
+    pair_checks: int
+    segments_before_merge: int
+    segments: int
+    plan_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """The copies that move one parameter, in order of target rank and address; every target element is in one.
+
+    ``unfilled`` has, for target ranks that have such, the addresses that get nothing: a vocabulary's padding rows,
+    which the target must initialise itself, and what a partial target map leaves out. The statistics do not count for
+    equality.
+    """
+
+    segments: tuple[TransferSegment, ...]
+    logical_shape: tuple[int, ...]
+    moved_elements: int
+    unfilled: Mapping[int, tuple[Region, ...]] = field(default_factory=dict, hash=False)
+    statistics: PlanStatistics | None = field(default=None, compare=False)
+
+    @property
+    def exact(self) -> bool:
+        """Whether no segment's scale rounds."""
+        return all(segment.exact for segment in self.segments)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain scalars, in DeepSpeed 0.19.8's form; ``unfilled`` is left out when it is empty."""
+        entry: dict[str, Any] = {
+            "logical_shape": list(self.logical_shape),
+            "segments": [segment.to_dict() for segment in self.segments],
+        }
+        if self.unfilled:
+            entry["unfilled"] = {
+                rank: [[region.offset, list(region.shape), list(region.strides)] for region in regions]
+                for rank, regions in self.unfilled.items()
+            }
+        return entry
+
+    @classmethod
+    def from_dict(cls, entry: Mapping[str, Any]) -> TransferPlan:
+        """Read what ``to_dict`` wrote, also by way of JSON; anything else is an ``InvalidMapError``."""
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("segments"), (list, tuple)):
+            raise InvalidMapError(f"A transfer plan is {shown(entry)}; expected a mapping with a list of segments.")
+        segments = tuple([TransferSegment.from_dict(each) for each in entry["segments"]])
+        shape = as_extents(entry.get("logical_shape"), "A plan's logical shape")
+        unfilled = entry.get("unfilled", {})
+        if not isinstance(unfilled, Mapping):
+            raise InvalidMapError(f"A plan's unfilled addresses are {shown(unfilled)}; expected a mapping from rank.")
+        gaps = {_rank_key(rank): tuple(_regions(rows)) for rank, rows in unfilled.items()}
+        return cls(segments, shape, sum([each.numel for each in segments]), gaps)
+
+    def to_json(self) -> bytes:
+        """``to_dict`` as compact JSON, the same for equal plans."""
+        return json.dumps(self.to_dict(), separators=(",", ":"), sort_keys=True).encode()
+
+    def plan_id(self) -> str:
+        """The sha256 of the plan as JSON."""
+        return hashlib.sha256(self.to_json()).hexdigest()
+
+
+def _rank_key(rank: object) -> int:
+    return as_integer(int(rank) if isinstance(rank, str) and rank.isdecimal() else rank, "A rank")
+
+
+def _regions(rows: object) -> Iterable[Region]:
+    if not isinstance(rows, (list, tuple)) or not all(isinstance(row, (list, tuple)) and len(row) == 3 for row in rows):
+        raise InvalidMapError(f"A plan's unfilled addresses are {shown(rows)}; expected [offset, shape, strides] each.")
+    return [Region(*row) for row in rows]
