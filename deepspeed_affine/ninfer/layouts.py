@@ -59,7 +59,7 @@ class Plane:
 class Geometry:
     """Where everything of one encoded tensor lies. ``total`` is its exact size in bytes.
 
-    ``rows`` and ``columns`` are those of a matrix; a tensor of ``contiguous_le_v1`` counts as rows of one element each.
+    ``rows`` and ``columns`` are those of a matrix; of another tensor, its first axis and the elements of all others.
     ``groups`` is the number of scales a row has in its plane, padding groups included.
     """
 
@@ -129,7 +129,8 @@ class Geometry:
                     "matrix, or whole matrices."
                 )
             divisors = max(1, (stop - first) // matrix)
-        return plan_geometry(self.format, self.layout, (stop - first, self.columns), divisors)
+        shape = (stop - first, *self.shape[1:]) if self.shape else ()
+        return plan_geometry(self.format, self.layout, shape, divisors)
 
 
 def plan_geometry(
@@ -155,8 +156,9 @@ def plan_geometry(
     count = elements(shape, f"{subject}: its shape")
     if layout == CONTIGUOUS:
         size = align_up(count * DIRECT[format_name], 1)
-        words = Plane("words", 0, size, DIRECT[format_name])
-        return Geometry(format_name, layout, shape, 1, count, 1, 0, (words,), size)
+        rows = shape[0] if shape else 1
+        words = Plane("words", 0, size, size // rows)
+        return Geometry(format_name, layout, shape, 1, rows, count // rows, 0, (words,), size)
     if len(shape) != 2:
         raise EncodingError(f"{subject}: has shape {shape} in layout {layout}; expected a matrix.")
     if layout == ROW_SPLIT:

@@ -318,6 +318,20 @@ def test_blocks_of_rows_make_the_same_object_and_stand_alone(name):
     check_values(alone, fetch_of(cut))
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp32", "int32"])
+@pytest.mark.parametrize("shape", [(6,), (6, 5), (6, 2, 3), (6, 1, 2, 3)])
+def test_rows_of_words_stand_alone(name, shape):
+    values = np.arange(np.prod(shape)).reshape(shape).astype(np.int32 if name == "int32" else np.float32)
+    geometry, whole = plan_geometry(name, None, shape), encode(name, values)
+    for first, stop in ((0, 6), (2, 3), (1, 6)):
+        alone, cut = slice_rows(geometry, fetch_of(whole), first, stop)
+        assert np.array_equal(decode(alone, cut), values[first:stop])
+    with pytest.raises(ReferenceError_):
+        slice_rows(geometry, fetch_of(whole), 5, 7)
+    scalar = plan_geometry(name, None, ())
+    assert slice_rows(scalar, fetch_of(whole), 0, 1)[0] == scalar
+
+
 def test_rows_of_stacked_matrices_take_their_divisors():
     parts = [np.random.default_rng(n).normal(size=(256, 64)).astype(np.float32) * 5**n for n in range(3)]
     whole = encode("nvfp4", np.concatenate(parts), divisors=3)
