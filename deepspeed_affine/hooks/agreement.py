@@ -17,7 +17,8 @@ def together(about: str, describe: Callable[[Sequence[AffineError]], str] | None
     """Leave the block on every rank of the job, or raise on every rank what any of them raised or noted in it.
 
     ``about`` is the subject of the one error; ``describe`` makes its first line from the faults. A collective: every
-    rank enters the block. What is no AffineError is raised as it is where it happened, and by name elsewhere.
+    rank enters the block. What is no AffineError is raised by name; where it happened it is the cause of that error, or
+    without ``describe`` raised as it is.
     """
     noted, own = Faults(), None
     try:
@@ -28,14 +29,14 @@ def together(about: str, describe: Callable[[Sequence[AffineError]], str] | None
         own = error
         noted.add(AffineError(f"{about}: {type(error).__name__}: {error}"))
     rows = everyone([_portable(each) for each in noted])
-    if own is not None:
+    if own is not None and describe is None:
         raise own
     found: dict[tuple[str, str], AffineError] = {}
     for row in rows:
         for each in row:
             found.setdefault((type(each).__name__, each.message), each)
     if found:
-        raise _one(about, list(found.values()), describe)
+        raise _one(about, list(found.values()), describe) from own
 
 
 def everyone(value: Any) -> list[Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed_affine.errors import AffineError, PolicyError
 from deepspeed_affine.hooks.client_state import ATTRIBUTE, HANDLE, saves_attribute, stated_info, universal_info
+from deepspeed_affine.hooks.given import require_engine, require_info
 from deepspeed_affine.hooks.guarded_load import guarded
 from deepspeed_affine.hooks.instances import Instances
 from deepspeed_affine.hooks.layouts import described
@@ -70,13 +71,9 @@ def attach(engine: Any, *, info: Mapping[str, Any] | None = None, scaled_states:
     "refuse", "reset" (zeros) or "power". Only attributes of this engine, its module, its optimizer and its parameters
     are set, none of any class or module. An engine that is attached already is refused.
     """
+    require_engine(engine, "attach")
+    require_info(info, "attach")
     policy = _policy(scaled_states)
-    for name in ("module", "optimizer", "load_checkpoint", "save_checkpoint"):
-        if not hasattr(engine, name):
-            raise PolicyError(
-                f"attach was given a {type(engine).__name__}, which has no {name!r}; expected the engine that "
-                "deepspeed.initialize returns."
-            )
     if HANDLE in vars(engine):
         raise PolicyError(
             "The engine is attached already; expected one that is not. Call detach() on the handle the first attach "

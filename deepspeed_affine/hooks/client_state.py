@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from deepspeed_affine.hooks.collect import collect_autotp_universal_checkpoint_info
+from deepspeed_affine.hooks.given import require_engine, require_info
 
 __all__ = ["ATTRIBUTE", "HANDLE", "refuses_key", "saves_attribute", "universal_info", "with_universal_info"]
 
@@ -32,6 +33,8 @@ def with_universal_info(
     that name is set instead (of an attached engine until it is detached), and the result is without the key. Call it on
     every rank.
     """
+    require_engine(engine, "with_universal_info")
+    require_info(info, "with_universal_info")
     state = dict(client_state or {})
     own = {**(state.pop(ATTRIBUTE, None) or {}), **(info or {})}
     attached = vars(engine).get(HANDLE)

@@ -11,6 +11,7 @@ import torch
 
 from deepspeed_affine.errors import AffineError
 from deepspeed_affine.hooks.expert_layouts import native_expert_families
+from deepspeed_affine.hooks.given import require_info, require_model
 from deepspeed_affine.hooks.layouts import LiveParam, described
 from deepspeed_affine.hooks.legacy_keys import LegacyKeys
 from deepspeed_affine.hooks.topology import over_stages
@@ -48,6 +49,8 @@ def collect_autotp_universal_checkpoint_info(
     Call it on every rank of the tensor-parallel and pipeline groups; all get equal entries. Nothing of the model and
     nothing of DeepSpeed is changed.
     """
+    require_model(model, "collect_autotp_universal_checkpoint_info")
+    require_info(info, "collect_autotp_universal_checkpoint_info")
     stages = over_stages(_stage(model, info, mpu), model, mpu)
     entries: dict[str, Any] = {}
     for stage in stages:

@@ -24,12 +24,14 @@ DEEPSPEEDS_OWN = frozenset(
     )
 )
 """The keys of a model-state file that the engine writes; every other one is the user's."""
-COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 SCALE = (
     *("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis", "scale_factor", "scale_window", "min_scale"),
     *("min_loss_scale", "delayed_shift", "consecutive_hysteresis", "raise_error_at_min_scale"),
 )
 """What a loss scaler remembers; its classes differ by optimizer and version, the names do not."""
+PASSING = frozenset({"verbose", "_is_initial", "_get_lr_called_within_step", "_step_count", "_last_lr"})
+"""What torch's schedulers of one kind have beside their state in some versions and not in others."""
 
 
 @dataclass(slots=True)
@@ -139,14 +141,34 @@ def _plan_scheduler(engine: Any, root: Mapping[str, Any], offered: Offered, repo
     except AffineError as fault:
         report.left("lr_scheduler", fault.message)
         return
-    rates, groups = state.get("base_lrs"), getattr(engine.optimizer, "param_groups", ())
+    rates = state.get("base_lrs") if isinstance(state, Mapping) else None
+    groups = getattr(engine.optimizer, "param_groups", ())
     if isinstance(rates, list) and len(rates) != len(groups):
         report.left(
             "lr_scheduler",
             f"it was saved for {len(rates)} parameter groups and the engine has {len(groups)}; set it by hand",
         )
         return
+    if _is_of_another_kind(scheduler, state):
+        report.left(
+            "lr_scheduler",
+            f"what was saved ({', '.join(map(str, state))}) is not what a {type(scheduler).__name__} keeps; set it by "
+            "hand, or resume with the kind of scheduler that was saved",
+        )
+        return
     found.scheduler = state
+
+
+def _is_of_another_kind(scheduler: Any, state: Any) -> bool:
+    """Whether another kind of scheduler was saved. Most take whatever they are given, and then step by half of it.
+
+    Schedulers of torch and DeepSpeed keep the same entries at all times; others may add some as they go.
+    """
+    if not isinstance(state, Mapping):
+        return True
+    keeps: Mapping[str, Any] = scheduler.state_dict()
+    lacks, more = set(keeps) - set(state) - PASSING, set(state) - set(keeps) - PASSING
+    return bool(lacks) or (bool(more) and type(scheduler).__module__.startswith(("torch.", "deepspeed.")))
 
 
 def _plan_dataset(engine: Any, root: Mapping[str, Any], offered: Offered, report: Reporting, found: Globals) -> None:

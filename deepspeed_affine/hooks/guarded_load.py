@@ -17,6 +17,8 @@ from deepspeed_affine.hooks.agreement import together
 from deepspeed_affine.hooks.client_state import knows_universal_experts
 from deepspeed_affine.hooks.restoring import Restorer
 from deepspeed_affine.hooks.stored_params import FP32, STEP
+from deepspeed_affine.hooks.wholeness import check_whole
+from deepspeed_affine.storage.universal import scan_universal
 
 __all__ = ["guarded"]
 
@@ -87,6 +89,7 @@ def _check(engine: Any, restorer: Restorer, load_dir: str, tag: str, weights_onl
             "--affine --input_folder ... --output_folder ...",
             file=folder,
         )
+    check_whole(scan_universal(folder))
     _check_model_files(engine, folder, load_dir, tag)
     stage3 = (FP32,) if weights_only and hasattr(engine.optimizer, _WEIGHTS_ONLY) else ADAM
     _check_params(restorer, os.path.join(folder, "zero"), stage3, faults)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from deepspeed_affine.errors import CheckpointFormatError, UnsupportedLayoutError
+from deepspeed_affine.errors import CheckpointFormatError, PolicyError, UnsupportedLayoutError
 from deepspeed_affine.storage.files import absolute, is_file, is_folder, join, list_folder, read_small
 from deepspeed_affine.storage.folder import parse_name
 from deepspeed_affine.storage.universal import is_universal
@@ -21,6 +21,8 @@ def find_universal(load_dir: str | os.PathLike[str], tag: str | None) -> str:
 
     Raises UnsupportedLayoutError for a checkpoint as an engine saves it, and CheckpointFormatError where there is none.
     """
+    if not isinstance(load_dir, (str, os.PathLike)):
+        raise PolicyError(f"load_dir is a {type(load_dir).__name__}; expected the path of a folder.")
     folder = absolute(load_dir)
     if tag is None:
         latest = join(folder, LATEST)

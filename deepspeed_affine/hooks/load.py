@@ -16,10 +16,11 @@ from typing import Any
 from deepspeed_affine.errors import AffineError, Faults, PolicyError
 from deepspeed_affine.hooks.agreement import together, union_of_names
 from deepspeed_affine.hooks.buffers import BufferLoad
+from deepspeed_affine.hooks.given import require_engine, require_info, require_threads
 from deepspeed_affine.hooks.globals import Globals, plan_globals
 from deepspeed_affine.hooks.latest import find_universal
 from deepspeed_affine.hooks.layouts import LiveParam, described
-from deepspeed_affine.hooks.matching import Matching, aliases_of, match_params
+from deepspeed_affine.hooks.matching import Matching, aliases_of, match_params, of_another_model
 from deepspeed_affine.hooks.offered import Offered
 from deepspeed_affine.hooks.optimizers import Partition, inner_optimizer, partitions
 from deepspeed_affine.hooks.param_groups import GroupPlan, match_groups, take_hyperparameters
@@ -29,6 +30,7 @@ from deepspeed_affine.hooks.refresh import after_writing, before_writing
 from deepspeed_affine.hooks.report import LoadReport, Reporting
 from deepspeed_affine.hooks.suspect import check_order
 from deepspeed_affine.hooks.topology import is_partitioned_layer, tensor_parallel_of
+from deepspeed_affine.hooks.wholeness import check_whole
 from deepspeed_affine.lowering import keys
 from deepspeed_affine.lowering.policy import ScaledStates
 from deepspeed_affine.storage.universal import scan_universal
@@ -67,11 +69,15 @@ def load_checkpoint(
     Every rank calls it. Where any rank finds a fault, every rank raises one error listing the faults of all, and the
     engine is unchanged. Memory beyond the engine's is one chunk a thread; ``threads`` read at once.
     """
-    strictness = Strictness(missing, unexpected)
-    policy = _scaled_policy(scaled_states)
     with together(str(load_dir)):
-        path = find_universal(load_dir, tag)
-        offered = Offered(scan_universal(path), policy)
+        require_engine(engine, "load_checkpoint")
+        require_info(info, "load_checkpoint")
+        require_threads(threads)
+        strictness = Strictness(missing, unexpected)
+        policy = _scaled_policy(scaled_states)
+        folder = scan_universal(find_universal(load_dir, tag))
+        check_whole(folder)
+        offered, path = Offered(folder, policy), folder.path
         cut = partitions(engine)
     try:
         report = Reporting(path)
@@ -129,7 +135,7 @@ class _Load:
         aliases = aliases_of(self.engine.module)
         names = {live.universal for live in found.values()}
         names.update(name for group in aliases.values() for name in group)
-        names.update(name for name, _ in self.engine.module.named_buffers())
+        names.update(name for name, _ in self.engine.module.named_buffers(remove_duplicate=False))
         self.known = union_of_names(names)
 
     def _info(self, info: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -151,6 +157,9 @@ class _Load:
         """What will be written is settled; everything that stands against it is in ``faults``."""
         faults.extend(self.refused)
         check_order(self.offered, faults)
+        if self.known.isdisjoint(self.offered.names):
+            faults.add(of_another_model(self.report.path, self.known, self.offered.names))
+            return
         matching = match_params(self.lives, aliases_of(self.engine.module), self.known, self.offered)
         self._one_sided(matching, faults)
         if self.with_states and not self.offered.place(self._groups(matching.taken)):
@@ -213,9 +222,12 @@ class _Load:
         """The engine holds what was settled. A rank that cannot read ends all of them, with the engine half loaded."""
         import torch
 
-        before_writing(self.engine)
         path = self.report.path
         with together(path, partial(_half_loaded, path)), torch.no_grad():
+            before_writing(self.engine)
+            if self.groups:
+                # Which states are needed depends on them.
+                take_hyperparameters(inner_optimizer(self.engine).param_groups, self.groups, self.report)
             for part in self.parts:
                 part.allocate()
             copies = [copy for part in self.parts for copy in part.copies()]
@@ -225,10 +237,8 @@ class _Load:
                     pass
             for buffer in self.buffers:
                 buffer.write()
-        after_writing(self.engine, self.cut)
         with together(path, partial(_half_loaded, path)):
-            if self.groups:
-                take_hyperparameters(inner_optimizer(self.engine).param_groups, self.groups, self.report)
+            after_writing(self.engine, self.cut)
             beside.apply(self.engine, self.report)
 
     def _fill(self, copy: Copy) -> None:
@@ -236,7 +246,7 @@ class _Load:
 
 
 def _half_loaded(path: str, faults: Sequence[AffineError]) -> str:
-    return f"{path} was loaded in part, and the engine is of no use before it is loaded again: {len(faults)} faults."
+    return f"{path} was loaded in part, and the engine is of no use before it is loaded again: {len(faults)} fault(s)."
 
 
 def _chunks(copies: Sequence[Copy]) -> Iterator[Copy]:

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from deepspeed_affine.errors import CheckpointFormatError
 from deepspeed_affine.hooks.layouts import LiveParam
 from deepspeed_affine.hooks.offered import Offered
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Matching", "aliases_of", "match_params"]
+__all__ = ["Matching", "aliases_of", "match_params", "of_another_model"]
 
 
 @dataclass(slots=True)
@@ -59,3 +60,31 @@ def match_params(
     for name in sorted(offered.names - known - set(offered.model.aliases)):
         found.unexpected[name] = "is in the checkpoint and not in the model"
     return found
+
+
+def of_another_model(path: str, known: set[str], stored: set[str]) -> CheckpointFormatError:
+    """What to say where no name is on both sides. A wrapper puts one prefix before all names, and is named."""
+    ours, theirs = min(known, default="no parameter"), min(stored, default="no parameter")
+    fact = f"{path}: holds no parameter of the engine's model; expected some. It has {theirs}, the model has {ours}"
+    prefix = _prefix(known, stored)
+    if prefix is not None:
+        who, other = ("checkpoint", "engine") if prefix[0] else ("engine", "checkpoint")
+        return CheckpointFormatError(
+            f"{fact}. The {who}'s names are the {other}'s with {prefix[1]!r} before them, which a wrapper around the "
+            "model puts there: give deepspeed.initialize the model as it was when saved, wrapped or not.",
+            file=path,
+        )
+    return CheckpointFormatError(
+        f"{fact}. The checkpoint is of another model: build the one that was saved.", file=path
+    )
+
+
+def _prefix(known: set[str], stored: set[str]) -> tuple[bool, str] | None:
+    """What stands before all names of one side, and whether that is the stored one; None where nothing does."""
+    for names, others, is_stored in ((stored, known, True), (known, stored, False)):
+        first, last = min(names, default=""), max(names, default="")
+        for at in (at for at, letter in enumerate(first, 1) if letter == "."):
+            # What the first and the last share, all between them do.
+            if last.startswith(first[:at]) and not others.isdisjoint(name[at:] for name in names):
+                return is_stored, first[:at]
+    return None

@@ -290,6 +290,15 @@ class Offered:
         return tuple(_model_file(file.path) for file in self.folder.model_files)
 
     def _part_elsewhere(self, live: LiveParam, start: int, numel: int) -> ShardPart:
+        if self.folder.states.get(live.universal):
+            # The weights of what was stepped are not those the module had, which may be of low precision.
+            folder = join(self.stored.zero, *live.universal.split("/"))
+            raise CheckpointFormatError(
+                f"parameter {live.name!r}: {folder} holds optimizer states and no {FP32}.pt; expected the weights "
+                "beside them. Copy the folder again, whole, or convert again.",
+                param=live.name,
+                file=folder,
+            )
         tensors, shape = self._elsewhere(live.universal) or ((), ())
         if not is_same_view(shape, live.layout.logical_shape):
             raise CheckpointFormatError(

@@ -11,7 +11,15 @@ from deepspeed_affine.hooks.offered import Offered
 from deepspeed_affine.hooks.optimizers import Fragment, Partition, zero3_part
 from deepspeed_affine.hooks.policies import Strictness
 from deepspeed_affine.hooks.report import Reporting
-from deepspeed_affine.hooks.state_forms import Kept, keeps_step_in_group, kept_states, number_in_form, state_dtype
+from deepspeed_affine.hooks.state_forms import (
+    Kept,
+    first_number,
+    keeps_step_in_group,
+    kept_states,
+    number_in_form,
+    state_dtype,
+    used_states,
+)
 from deepspeed_affine.hooks.stored_params import FP32, STEP
 
 if TYPE_CHECKING:
@@ -208,21 +216,39 @@ class PartitionLoad:
             if torch.is_tensor(value) and value.dim() and state not in self.states:
                 value.fill_(self.options.get(ACCUMULATOR, 0.0) if state == "sum" else 0.0)
         for state, stored in self.states.items():
-            shape = (partition.whole_numel,) if partition.is_whole(state) else tensor.shape
+            shape = self._shape(state)
             old = entry.get(state)
             if torch.is_tensor(old) and old.shape == shape:
                 old.zero_()
             else:
                 kind = state_dtype(partition.optimizer, tensor, stored)
                 entry[state] = torch.zeros(shape, dtype=kind, device=tensor.device)
+        self._complete(entry)
         self._write_numbers(entry)
+
+    def _shape(self, state: str) -> tuple[int, ...]:
+        partition = self.partition
+        return (partition.whole_numel,) if partition.is_whole(state) else tuple(partition.tensor.shape)
+
+    def _complete(self, entry: dict[str, Any]) -> None:
+        """An optimizer that finds some of its states takes all of them to be there; those nobody had begin now."""
+        import torch
+
+        if self.kept is None:
+            return
+        tensor = self.partition.tensor
+        for state in used_states(self.kept, self.options):
+            if state not in entry:
+                kind = state_dtype(self.partition.optimizer, tensor, tensor.dtype)
+                value = self.options.get(ACCUMULATOR, 0.0) if state == "sum" else 0.0
+                entry[state] = torch.full(self._shape(state), value, dtype=kind, device=tensor.device)
+                if state not in self.kept.required:
+                    self.planning.report.left(f"optimizer state {state!r}", "the checkpoint has none. It starts afresh")
 
     def _write_numbers(self, entry: dict[str, Any]) -> None:
         optimizer, tensor = self.partition.optimizer, self.partition.tensor
-        numbers = self.numbers
-        if not numbers and STEP in entry:
-            numbers = {STEP: 0}
-        for state, value in numbers.items():
+        known = self.kept.numbers if self.kept is not None else (STEP,) if STEP in entry and not self.numbers else ()
+        for state, value in {**{state: first_number(state) for state in known}, **self.numbers}.items():
             if state == STEP and keeps_step_in_group(optimizer, self.options, entry):
                 optimizer.param_groups[group_index(self.partition)][STEP] = int(value)
             else:

@@ -34,11 +34,17 @@ def positional_states(root: Mapping[str, Any], groups: Sequence[Sequence[LivePar
     if not isinstance(states, Mapping) or not isinstance(cut, (list, tuple)):
         return {}
     numbers = [group.get("params") for group in cut if isinstance(group, Mapping)]
-    if len(numbers) != len(groups) or any(not isinstance(row, (list, tuple)) for row in numbers):
+    if any(not isinstance(row, (list, tuple)) for row in numbers):
         return None
-    flat, each = (_of_groups(saved.get(key), len(groups)) for key in ("fp32_groups_flat", "fp32_groups"))
+    # A group of frozen parameters alone was given to the optimizer and never stepped: it holds nothing.
+    stepped = [at for at, row in enumerate(numbers) if not states or any(number in states for number in row or ())]
+    groups = [members for members in groups if members]
+    if len(stepped) != len(groups):
+        return None
+    flat, each = (_of_groups(saved.get(key), len(numbers)) for key in ("fp32_groups_flat", "fp32_groups"))
     found: dict[str, Entry] = {}
-    for at, (members, row) in enumerate(zip(groups, numbers, strict=True)):
+    for at, members in zip(stepped, groups, strict=True):
+        row = numbers[at]
         entries: dict[str, Entry] | None
         if flat[at] is not None and len(row or ()) == 1:
             entries = _flat_group(members, flat[at], states.get((row or (0,))[0], {}))

@@ -11,13 +11,37 @@ __all__ = ["after_writing", "before_writing"]
 
 
 def before_writing(engine: Any) -> None:
-    """Every ZeRO-3 parameter is partitioned, so that no rank trains on with a gathered copy of what it was."""
+    """Every ZeRO-3 parameter is partitioned, so that no rank trains on with a gathered copy of what it was, and no
+    gradient of the weights that were is left."""
     optimizer = engine.optimizer
+    _drop_gradients(engine)
     for name in ("checkpoint_event_prologue", "partition_all_parameters"):
         prepare = getattr(optimizer, name, None)
         if prepare is not None:
             prepare()
             return
+
+
+def _drop_gradients(engine: Any) -> None:
+    """The next step is made of the micro-batches that follow, as many as a step has.
+
+    DeepSpeed's optimizers forget most with ``zero_grad``; ZeRO also counts micro-batches, and keeps their sum.
+    """
+    engine.zero_grad()
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "zero_grad"):
+        optimizer.zero_grad()
+    if hasattr(optimizer, "micro_step_id"):
+        optimizer.micro_step_id = 0 if hasattr(optimizer, "fp32_partitioned_groups_flat") else -1
+    for name in ("averaged_gradients", "all_grad_tensors"):
+        sums = getattr(optimizer, name, None) or {}
+        for group in sums:
+            sums[group] = None
+    # A boundary that the training script sets is none of DeepSpeed's counting.
+    if getattr(engine, "_is_gradient_accumulation_boundary", None) is None:
+        engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
+    if hasattr(engine, "_unmanaged_backward_count"):
+        engine._unmanaged_backward_count = 0
 
 
 def after_writing(engine: Any, partitions: Sequence[Partition]) -> None:

@@ -14,7 +14,7 @@ from deepspeed_affine.hooks.stored_params import STEP
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Kept", "keeps_step_in_group", "kept_states", "number_in_form", "state_dtype"]
+__all__ = ["Kept", "first_number", "keeps_step_in_group", "kept_states", "number_in_form", "state_dtype", "used_states"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,8 @@ _KEPT: Mapping[str, Kept] = {
     "DeepSpeedCPULion": Kept(("exp_avg",), (), (STEP,)),
 }
 _KNOWN_HOMES = ("torch.optim.", "deepspeed.", "apex.")
+_BY_OPTION = {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum", "grad_avg": "centered"}
+"""The option of a parameter group with which an optimizer steps by that state."""
 
 
 def kept_states(optimizer: Any, options: Mapping[str, Any]) -> Kept | None:
@@ -57,6 +59,17 @@ def kept_states(optimizer: Any, options: Mapping[str, Any]) -> Kept | None:
     if kind.__name__.startswith(("Muon", "SingleDeviceMuon")):
         return _MUON if options.get("use_muon") else _ADAM
     return _KEPT.get(kind.__name__)
+
+
+def used_states(kept: Kept, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The per-element states that a step with these ``options`` looks up in an optimizer which has begun."""
+    asked = [state for state in kept.optional if options.get(_BY_OPTION.get(state, ""))]
+    return (*kept.required, *asked)
+
+
+def first_number(state: str) -> float:
+    """What a state that is one number is before the first step."""
+    return 1.0 if state == "mu_product" else 0
 
 
 def state_dtype(optimizer: Any, tensor: torch.Tensor, stored: torch.dtype) -> torch.dtype:

@@ -1,0 +1,322 @@
+"""What a caller, a copy or a disk can get wrong about ``load_checkpoint`` and ``attach``: said, and nothing by half."""
+
+from __future__ import annotations
+
+import shutil
+
+import engines
+import pytest
+import torch
+from test_load_checkpoint import KINDS, differences, held, save
+from test_load_refusals import unchanged_by
+from torch import nn
+
+import deepspeed_affine
+from deepspeed_affine.errors import AffineError, CheckpointFormatError, PolicyError
+from deepspeed_affine.storage.files import ByteReader
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    engine = engines.make_engine(1)
+    engines.take_steps(engine, 2)
+    return save(engine, tmp_path_factory.mktemp("saved"), client_state={"epoch": 3, "micro_steps": 17})
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    """A copy that may be spoilt."""
+    shutil.copytree(saved, tmp_path / "universal")
+    return tmp_path / "universal"
+
+
+# ---------------------------------------------------------------- what is given
+
+
+def test_what_is_no_engine_is_refused_by_name(saved):
+    engine = engines.make_engine(1, seed=2)
+    for wrong in (engine.module, engine.optimizer, (engine, None), saved, None):
+        named = f"was given a {type(wrong).__name__}, which has no "
+        for call in (
+            lambda wrong=wrong: deepspeed_affine.load_checkpoint(wrong, saved),
+            lambda wrong=wrong: deepspeed_affine.attach(wrong),
+            lambda wrong=wrong: deepspeed_affine.with_universal_info({}, wrong),
+        ):
+            with pytest.raises(PolicyError, match=named):
+                call()
+
+
+def test_an_engine_is_not_collected_from_under_other_names_than_its_model():
+    engine = engines.make_engine(1, seed=2)
+    for wrong in (engine, None, engine.optimizer):
+        with pytest.raises(PolicyError, match=r"expected the model: pass engine\.module"):
+            deepspeed_affine.collect_autotp_universal_checkpoint_info(wrong)
+
+
+def test_options_of_another_kind_are_refused_before_anything_is_written(saved):
+    engine = engines.make_engine(1, seed=2)
+    for threads in (0, "4", 1.5):
+        unchanged_by(engine, saved, kind=PolicyError, match="threads is .*at least 1", threads=threads)
+    unchanged_by(engine, saved, kind=PolicyError, match="info is a list", info=[1])
+    unchanged_by(engine, None, kind=PolicyError, match="load_dir is a NoneType")
+    for call in (deepspeed_affine.attach, lambda engine, info: deepspeed_affine.with_universal_info({}, engine, info)):
+        with pytest.raises(PolicyError, match="info is a list"):
+            call(engine, info=[1])
+
+
+def test_a_key_of_the_user_is_no_counter_of_the_engine(saved):
+    engine = engines.make_engine(1, seed=2)
+    report = deepspeed_affine.load_checkpoint(engine, saved)
+    assert report.client_state["micro_steps"] == 17
+    assert engine.micro_steps == 0
+
+
+# ---------------------------------------------------------------- what was copied
+
+
+MISSED = {
+    "states": ["zero/up.bias/exp_avg.pt", "zero/up.bias/exp_avg_sq.pt", "zero/up.bias/step.pt"],
+    "weights": ["zero/down.weight/fp32.pt"],
+    "frozen": ["zero/norm.weight/fp32.pt"],
+    "hyperparameters": ["zero/optimizer_state.pt"],
+    "model": ["mp_rank_00_model_states.pt"],
+}
+
+
+@pytest.mark.parametrize("missed", MISSED)
+def test_a_folder_copied_in_part_is_refused(copy, missed):
+    for name in MISSED[missed]:
+        (copy / name).unlink()
+    error = unchanged_by(
+        engines.make_engine(1, seed=2), copy, kind=CheckpointFormatError, match=f"{len(MISSED[missed])} of the 29 files"
+    )
+    assert "Copy the folder again" in error.message
+    assert MISSED[missed][0] in error.message
+
+
+def test_deepspeeds_own_loader_is_not_let_near_a_folder_copied_in_part(copy):
+    engine = engines.make_engine(1, seed=2, checkpoint={"load_universal": True})
+    with deepspeed_affine.attach(engine):
+        (copy / "zero" / "up.bias" / "exp_avg.pt").write_bytes(b"")
+        before = held(engine)
+        with pytest.raises(CheckpointFormatError, match="1 of the 29 files"):
+            engine.load_checkpoint(str(copy.parent), tag=copy.name)
+    assert differences(held(engine), before) == []
+
+
+def test_weights_that_are_gone_are_not_made_up_from_the_modules(copy):
+    (copy / "affine_manifest.json").unlink()
+    (copy / "zero" / "down.weight" / "fp32.pt").unlink()
+    error = unchanged_by(engines.make_engine(1, seed=2), copy, match=r"optimizer states and no fp32\.pt")
+    assert error.faults[0].param == "down.weight"
+
+
+# ---------------------------------------------------------------- another model
+
+
+class Shared(nn.Module):
+    """One module, with buffers of its own, under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 6)
+        self.a = self.b = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 13)
+
+    def forward(self, tokens):
+        hidden = self.b(self.a(self.embed(tokens).transpose(1, 2))).transpose(1, 2)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_module_under_two_names_has_its_buffers_once(tmp_path, stage):
+    engine = engines.make_engine(stage, model=Shared())
+    engines.take_steps(engine, 2)
+    universal = save(engine, tmp_path)
+    other = engines.make_engine(1, model=Shared(), seed=2)
+    report = deepspeed_affine.load_checkpoint(other, universal)
+    assert report.complete, str(report)
+    assert differences(held(other), held(engine)) == []
+
+
+class Wrapper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self._orig_mod = engines.Small()
+
+    def forward(self, tokens):
+        return self._orig_mod(tokens)
+
+
+class Stranger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+
+def test_a_checkpoint_without_one_name_of_the_model_is_never_ignored_away(saved, tmp_path):
+    lenient = {"missing": "ignore", "unexpected": "ignore"}
+    wrapped = engines.make_engine(1, model=Wrapper())
+    unchanged_by(
+        wrapped, saved, match="The engine's names are the checkpoint's with '_orig_mod.' before them", **lenient
+    )
+    stranger = engines.make_engine(1, model=Stranger())
+    unchanged_by(
+        stranger, saved, match=r"has down\.bias, the model has weight\. The checkpoint is of another", **lenient
+    )
+    universal = save(wrapped, tmp_path)
+    unchanged_by(engines.make_engine(1), universal, match="The checkpoint's names are the engine's with '_orig_mod.'")
+
+
+# ---------------------------------------------------------------- another optimizer
+
+
+def adamax(groups):
+    return torch.optim.Adamax(groups, lr=1e-2)
+
+
+def with_amsgrad(groups):
+    return torch.optim.AdamW(groups, lr=1e-2, amsgrad=True)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_an_optimizer_loaded_without_some_of_its_states_can_step(saved, copy, stage):
+    engine = engines.make_engine(stage, optimizer=adamax, seed=2)
+    report = deepspeed_affine.load_checkpoint(engine, saved, missing="ignore", unexpected="ignore")
+    assert dict(report.states) == {"exp_avg": 6}
+    engines.take_steps(engine, 1)
+
+    (copy / "affine_manifest.json").unlink()
+    for name in ("step.pt", "exp_avg_sq.pt"):
+        for path in copy.glob(f"zero/*/{name}"):
+            path.unlink()
+    (copy / "zero" / "optimizer_state.pt").unlink()
+    engine = engines.make_engine(stage, optimizer=with_amsgrad, seed=2)
+    report = deepspeed_affine.load_checkpoint(engine, copy, missing="ignore")
+    assert "optimizer state 'max_exp_avg_sq': the checkpoint has none. It starts afresh" in map(
+        str, report.not_restored
+    )
+    engines.take_steps(engine, 1)
+
+
+def test_a_group_of_frozen_parameters_does_not_shift_the_states_of_the_others(tmp_path):
+    def build(seed):
+        model = engines.Small()
+        frozen = {"params": [p for p in model.parameters() if not p.requires_grad], "lr": 0.5}
+        make = lambda groups: torch.optim.AdamW([frozen, *groups], lr=1e-2)  # noqa: E731
+        return engines.make_engine(0, model=model, optimizer=make, seed=seed)
+
+    engine = build(1)
+    engines.take_steps(engine, 2)
+    universal = save(engine, tmp_path)
+    other = build(2)
+    report = deepspeed_affine.load_checkpoint(other, universal)
+    assert report.complete, str(report)
+    assert differences(held(other), held(engine)) == []
+
+
+# ---------------------------------------------------------------- in the middle
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), RuntimeError("anything")])
+def test_a_load_that_breaks_off_says_that_the_engine_is_half_loaded(saved, monkeypatch, error):
+    engine = engines.make_engine(1, seed=2)
+    really = ByteReader.read_into
+
+    def broken(reader, path, at, out):
+        if path.endswith("up.weight/fp32.pt"):
+            raise error
+        really(reader, path, at, out)
+
+    monkeypatch.setattr(ByteReader, "read_into", broken)
+    with pytest.raises(AffineError, match="was loaded in part, and the engine is of no use") as caught:
+        deepspeed_affine.load_checkpoint(engine, saved)
+    assert str(error) in caught.value.message
+    assert caught.value.__cause__ is error
+    monkeypatch.undo()
+    deepspeed_affine.load_checkpoint(engine, saved)
+    fresh = engines.make_engine(1, seed=3)
+    deepspeed_affine.load_checkpoint(fresh, saved)
+    assert differences(held(engine), held(fresh)) == []
+
+
+def micro_batch(engine, number):
+    loss = engine(torch.randint(0, 13, (2, 5), generator=torch.Generator().manual_seed(number)))
+    engine.backward(loss)
+    with torch.no_grad():
+        engine.step()
+    return float(loss.detach())
+
+
+ACCUMULATING = [
+    "zero0",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero2 offloaded",
+    "zero3 offloaded",
+    "zero0 bf16",
+    "bf16 optimizer",
+]
+
+
+@pytest.mark.parametrize("kind", ACCUMULATING)
+def test_gradients_of_the_weights_that_were_reach_no_step_after_a_load(saved, kind):
+    stage, options = KINDS[kind]
+    losses = []
+    for before in (0, 3):
+        engine = engines.make_engine(stage, seed=2, gradient_accumulation_steps=2, **options)
+        for number in range(before):
+            micro_batch(engine, 40 + number)
+        deepspeed_affine.load_checkpoint(engine, saved)
+        losses.append([micro_batch(engine, number) for number in range(5)])
+    assert losses[0] == losses[1]
+
+
+def test_a_backward_without_its_step_reaches_none_after_a_load(saved):
+    losses = []
+    for before in (False, True):
+        engine = engines.make_engine(0, seed=2)
+        if before:
+            engine.backward(engine(torch.arange(10).reshape(2, 5)))
+        deepspeed_affine.load_checkpoint(engine, saved)
+        losses.append(engines.take_steps(engine, 2))
+    assert losses[0] == losses[1]
+
+
+# ---------------------------------------------------------------- schedulers
+
+
+WARM = {"type": "WarmupLR", "params": {"warmup_num_steps": 8, "warmup_max_lr": 0.05}}
+SCHEDULES = {
+    "step": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2),
+    "exponential": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+    "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1)),
+}
+
+
+def scheduled(kind, seed):
+    """An engine whose scheduler is DeepSpeed's ``WarmupLR``, or one of torch's."""
+    if kind == "warm":
+        return engines.make_engine(1, scheduler=WARM, seed=seed)
+    engine = engines.make_engine(1, seed=seed)
+    engine.lr_scheduler = SCHEDULES[kind](engine.optimizer.optimizer)
+    return engine
+
+
+@pytest.mark.parametrize("source", ["warm", *SCHEDULES])
+def test_a_scheduler_takes_nothing_from_one_of_another_kind(tmp_path, source):
+    engine = scheduled(source, 1)
+    engines.take_steps(engine, 3)
+    universal = save(engine, tmp_path)
+    for target in ("warm", *SCHEDULES):
+        other = scheduled(target, 2)
+        before = dict(other.lr_scheduler.state_dict())
+        report = deepspeed_affine.load_checkpoint(other, universal)
+        if source == target:
+            assert other.lr_scheduler.state_dict() == engine.lr_scheduler.state_dict()
+            assert "lr_scheduler" in report.restored
+            continue
+        (row,) = [row for row in report.not_restored if row.what == "lr_scheduler"]
+        assert f"is not what a {type(other.lr_scheduler).__name__} keeps" in row.why
+        assert other.lr_scheduler.state_dict() == before
