@@ -39,6 +39,7 @@ def bits(data: bytes, start: int, count: int) -> int:
     return sum((data[(start + k) // 8] >> ((start + k) % 8) & 1) << k for k in range(count))
 
 
+@lru_cache(maxsize=1 << 16)
 def nearest_f32(value: Fraction) -> float:
     """The float32 nearest to an exact number, ties to even, by trying neighbours of a double."""
     if value == 0:
@@ -66,7 +67,6 @@ def e4m3(code: int) -> float:
     return sign * (m * 2.0**-9 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7))
 
 
-@lru_cache(maxsize=1 << 16)
 def times(scale: float, code: int) -> float:
     """One binary32 multiply, with its signs of zero."""
     if isnan(scale) or (isinf(scale) and code == 0):
@@ -214,8 +214,50 @@ def pack_row_split(name: str, codes: list[list[int]], scales: list[list[int]]) -
     return bytes(data)
 
 
+@lru_cache(maxsize=1 << 12)
+def e4m3_size(size: Fraction) -> int:
+    return min(range(127), key=lambda c: (abs(Fraction(e4m3(c)) - size), c & 1))
+
+
 def e4m3_nearest(value: float) -> int:
     """The code nearest to a number within +-448, ties to the even code, by trying all."""
-    size = abs(Fraction(value))
-    best = min(range(127), key=lambda c: (abs(Fraction(e4m3(c)) - size), c & 1))
-    return best | (0x80 if str(value)[0] == "-" else 0)
+    return e4m3_size(abs(Fraction(value))) | (0x80 if str(value)[0] == "-" else 0)
+
+
+E2M1_BOUNDS = [(0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)]
+
+
+@lru_cache(maxsize=1 << 14)
+def e2m1_size(size: float, divisor: float, scale: int) -> int:
+    y = nearest_f32(Fraction(nearest_f32(Fraction(size) * Fraction(divisor))) / Fraction(e4m3(scale)))
+    return sum(y >= bound if even else y > bound for bound, even in E2M1_BOUNDS)
+
+
+@lru_cache(maxsize=1 << 14)
+def nvfp4_scale(top: float, divisor: float) -> int:
+    raw = nearest_f32(Fraction(nearest_f32(Fraction(top) * Fraction(divisor))) / 6)
+    return e4m3_nearest(min(raw, 448.0)) or (1 if top else 0)
+
+
+def encode_nvfp4(values: list[list[float]]) -> bytes:
+    """The object of one source matrix, element by element; OverflowError where no divisor is left."""
+    rows, columns = len(values), len(values[0])
+    largest = max(abs(x) for row in values for x in row)
+    divisor = nearest_f32(Fraction(2688.0 / largest)) if largest else 1.0
+    if not divisor or isinf(divisor):
+        raise OverflowError
+    scale_off = up(rows * columns // 2, 256)
+    data = bytearray(scale_off + rows * columns // 16 + 4)
+    data[-4:] = f32_bits(divisor).to_bytes(4, "little")
+    for n in range(rows):
+        for j in range(columns // 16):
+            block = values[n][16 * j : 16 * j + 16]
+            scale = nvfp4_scale(max(abs(x) for x in block), divisor)
+            tile = (n // 128) * (columns // 64) + j // 4
+            data[scale_off + tile * 512 + (n % 32) * 16 + (n % 128) // 32 * 4 + j % 4] = scale
+            for i, x in enumerate(block):
+                code = 0
+                if scale:
+                    code = e2m1_size(abs(x), divisor, scale) | (8 if str(x)[0] == "-" else 0)
+                data[(n * columns + 16 * j + i) // 2] |= code << (4 * (i % 2))
+    return bytes(data)

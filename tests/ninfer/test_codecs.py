@@ -17,6 +17,7 @@ from ninfer_oracle import (
     decode_grouped,
     decode_nvfp4,
     e4m3_nearest,
+    encode_nvfp4,
     nearest_f32,
     pack_row_split,
 )
@@ -186,6 +187,42 @@ def test_fp8_rows_follow_the_rule(rows):
             y = nearest_f32(Fraction(float(x)) * Fraction(inverse))
             y = min(max(y, -448.0), 448.0) or (-0.0 if np.signbit(x) else 0.0)
             assert encoded[3 * r + k] == e4m3_nearest(y)
+
+
+@few
+@given(data=st.data())
+def test_nvfp4_of_any_divisor_and_scales_decodes_as_the_bits_say(data):
+    rng = np.random.default_rng(data.draw(seeds))
+    stack = [data.draw(st.floats(width=32, min_value=0, exclude_min=True, allow_infinity=False)) for _ in range(2)]
+    scales = data.draw(st.lists(st.integers(0, 0x7E), min_size=1, max_size=8))
+    geometry = plan_geometry("nvfp4", None, (256, 64), 2)
+    encoded = rng.integers(0, 256, geometry.total, dtype=np.uint8)
+    plane = geometry.plane("scales")
+    encoded[plane.offset : plane.end] = rng.choice(scales, plane.nbytes)
+    encoded[geometry.plane("divisors").offset :] = np.array(stack, "<f4").view(np.uint8)
+    check_values(geometry, fetch_of(encoded))
+    assert same_bits(decode(geometry, encoded), decode_nvfp4(encoded.tobytes(), 256, 64, 2))
+
+
+@few
+@given(
+    pool=st.lists(st.floats(width=32, min_value=-(2.0**100), max_value=2.0**100), min_size=1, max_size=12),
+    shrink=st.integers(0, 40),
+    seed=seeds,
+)
+def test_nvfp4_is_the_oracles(pool, shrink, seed):
+    """Few different values, so that the oracle is quick; blocks of them grow smaller down to where scales end."""
+    rng = np.random.default_rng(seed)
+    values = rng.choice(np.array([*pool, 0.0, -0.0], np.float32), (128, 64))
+    with np.errstate(under="ignore"):
+        values *= np.float32(2.0) ** -rng.choice([0, shrink // 2, shrink], (128, 4)).astype(np.float32).repeat(16, 1)
+    try:
+        expected = encode_nvfp4(values.tolist())
+    except OverflowError:
+        with pytest.raises(ValueDomainError, match="divisor"):
+            encode("nvfp4", values)
+    else:
+        assert encode("nvfp4", values).tobytes() == expected
 
 
 @few

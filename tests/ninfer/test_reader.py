@@ -267,15 +267,46 @@ def test_the_hadamard_transform_is_sylvesters():
     assert np.allclose(ninfer.hadamard_transform(values, signs), expected, rtol=0, atol=1e-4)
 
 
-def test_the_attention_ranges_of_the_format_description():
+Q4, Q5, NV = "q4_g64_fp16", "q5_g64_fp16", "nvfp4"
+FP8 = "fp8_e4m3fn_row_bf16"
+ATTENTION = {
+    "two parents": (
+        [("A", 7168, Q4, 19_496_960), ("B", 7168, Q5, 24_084_480)],
+        [("A", 0, 31457280), ("A", 31457280, 36700160), ("B", 0, 31457280), ("B", 31457280, 36700160)],
+    ),
+    "one parent": ([("P", 14336, FP8, 73_428_992)], None),
+    "one parent, nvfp4": ([("P", 14336, NV, 41_287_684)], None),
+}
+ONE_PARENT = [("P", 0, 31457280), ("P", 31457280, 36700160), ("P", 36700160, 68157440), ("P", 68157440, 73400320)]
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_the_attention_ranges_of_the_format_description(name):
     """12.3: one parent or two, the same four parameters."""
-    hidden, query, key = 5120, 6144, 1024
-    sizes = {("q4_g64_fp16", 7168): 19_496_960, ("q5_g64_fp16", 7168): 24_084_480, ("nvfp4", 14336): 41_287_684}
-    sizes[("fp8_e4m3fn_row_bf16", 14336)] = 73_428_992
-    for (name, rows), size in sizes.items():
-        assert ninfer.encoded_bytes(name, (rows, hidden)) == size
-    edges = [0, query * hidden, (query + key) * hidden, (2 * query + key) * hidden, 2 * (query + key) * hidden]
-    assert edges == [0, 31_457_280, 36_700_160, 68_157_440, 73_400_320]
+    parents, ranges = ATTENTION[name]
+    objects, at = [], 0
+    for owner, rows, form, size in parents:
+        assert ninfer.encoded_bytes(form, (rows, 5120)) == size
+        layout = ninfer.plan_geometry(form, None, (rows, 5120)).layout
+        objects.append(ninfer.TensorObject(owner, (rows, 5120), form, layout, at, size))
+        at = -(-(at + size) // 256) * 256
+    names = ("query", "key", "gate", "value")
+    bindings = {
+        each: ninfer.Binding(parts=(ninfer.Part(*part),))
+        for each, part in zip(names, ranges or ONE_PARENT, strict=True)
+    }
+    files = [ninfer.FileRecord(None, at)]
+    directory = ninfer.Directory({"text": ninfer.Component({})}, objects, bindings, [], files)
+    shapes = dict(zip(names, [(6144, 5120), (1024, 5120), (6144, 5120), (1024, 5120)], strict=True))
+    bound = ninfer.bind(directory, {each: (shape, None) for each, shape in shapes.items()}, ["text"])
+    assert bound.objects == tuple(owner for owner, *_ in parents)
+    # All of the parents and nothing twice: the four are their rows in order.
+    for owner, rows, *_ in parents:
+        given = sorted(
+            r[1:] for b in bound.parameters.values() for r in [(b.parts[0][0].id, *b.parts[0][1:])] if r[0] == owner
+        )
+        assert [low for low, _ in given] == [0, *(high for _, high in given)][:-1]
+        assert given[-1][1] == rows * 5120
 
 
 def test_row_blocks_reshape_and_sharing(tmp_path):
