@@ -204,9 +204,14 @@ def test_nvfp4_of_any_divisor_and_scales_decodes_as_the_bits_say(data):
     assert same_bits(decode(geometry, encoded), decode_nvfp4(encoded.tobytes(), 256, 64, 2))
 
 
+# With 2688 the largest, the divisor is 1 and these lie halfway between two codes.
+halfway = st.sampled_from([sign * 448 * tie for sign in (1, -1) for tie in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5)])
+sources = st.lists(st.floats(width=32, min_value=-(2.0**100), max_value=2.0**100), min_size=1, max_size=12)
+
+
 @few
 @given(
-    pool=st.lists(st.floats(width=32, min_value=-(2.0**100), max_value=2.0**100), min_size=1, max_size=12),
+    pool=st.one_of(sources, st.lists(halfway, min_size=1, max_size=12).map(lambda ties: [*ties, 2688.0])),
     shrink=st.integers(0, 40),
     seed=seeds,
 )
