@@ -310,3 +310,66 @@ def test_records_check_themselves():
 def test_auxiliaries_that_are_no_mapping(auxiliaries):
     with pytest.raises(ninfer.SchemaError, match="auxiliaries"):
         ninfer.Use("p", "i", None, auxiliaries)
+
+
+GROUPED, BLOCKS = "row_split_k128_v1", "block_scale_k16_m128x4_v1"
+UNREADABLE = {
+    "pair": {"format": "q4_g64_fp16"},
+    "pair of words": {"layout": GROUPED},
+    "rank": {"format": "q4_g64_fp16", "layout": GROUPED, "shape": [2, 2, 2]},
+    "scalar": {"format": "fp8_e4m3fn_row_bf16", "layout": "row_scale_v1", "shape": []},
+    "tile": {"format": "nvfp4", "layout": BLOCKS, "shape": [64, 64]},
+    "block": {"format": "nvfp4", "layout": BLOCKS, "shape": [128, 16]},
+    "size": {"bytes": 18},
+    "place": {"offset": 128},
+    "divisors of words": {"divisors": 2},
+    "divisors of groups": {"format": "q4_g64_fp16", "layout": GROUPED, "divisors": 2},
+    "format of tomorrow": {"format": "q3_g64_fp16"},
+    "layout of tomorrow": {"layout": "contiguous_le_v2"},
+    "resource's encoding as a layout": {"layout": "raw_bytes_v1"},
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_cannot_be_interpreted_is_found_when_it_is_read(name, tmp_path):
+    root = {**tensor(**UNREADABLE[name]), "bindings": {"p": {"object": "w"}}}
+    with ninfer.open(write(tmp_path, root)) as artifact:
+        assert artifact.read("s") == 2.5
+        assert artifact.read("r") == b"hello"
+        assert len(artifact.read_encoded("w")) == artifact.objects["w"].nbytes
+        for read in (artifact.read, artifact.geometry, artifact.read_tensor):
+            with pytest.raises(ninfer.EncodingError) as caught:
+                read("w")
+            assert type(caught.value) is ninfer.EncodingError
+        with pytest.raises(ninfer.EncodingError):
+            artifact.read_parameter("p")
+        with pytest.raises(ninfer.EncodingError):
+            artifact.validate()
+
+
+def test_divisors_that_do_not_divide_a_matrix(tmp_path):
+    size = ninfer.encoded_bytes("nvfp4", (256, 64))
+    for divisors, bytes_ in ((3, size + 8), (4, size + 12), (1, size + 4), (2, size)):
+        record = {"id": "w", "kind": "tensor", "shape": [256, 64], "format": "nvfp4", "layout": BLOCKS, "offset": 0,
+                  "bytes": bytes_, "divisors": divisors}  # fmt: skip
+        root = small(objects=[record], bindings={}, uses=[], components={"text": {"config": {}}})
+        root["files"] = [{"path": None, "payload_bytes": bytes_}]
+        path = write(tmp_path, root, payload=bytes(bytes_))
+        with ninfer.open(path) as artifact, pytest.raises(ninfer.EncodingError):
+            artifact.read("w")
+
+
+def test_every_class_of_fault_is_where_others_look_for_it():
+    """Who catches a damaged checkpoint, a map that contradicts itself or bytes that disagree catches a container's."""
+    from deepspeed_affine import errors
+
+    parents = {
+        errors.CheckpointFormatError: ("FramingError", "JsonError", "SchemaError", "DirectoryError", "RangeError",
+                                       "ReferenceError_", "EncodingError", "FileSetError"),
+        errors.InvalidMapError: ("BindingError",),
+        errors.IntegrityError: ("ValueDomainError",),
+        errors.AffineError: ("WriterError",),
+    }  # fmt: skip
+    for parent, names in parents.items():
+        assert all(getattr(ninfer, name).__bases__ == (parent,) for name in names)
+    assert issubclass(errors.AffineError, ValueError)
