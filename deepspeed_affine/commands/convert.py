@@ -10,7 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from deepspeed_affine.commands.arguments import positive
-from deepspeed_affine.commands.conversion import ConversionOptions, build_plan
 from deepspeed_affine.commands.existing import complete_output, is_published, preview, settle_target
 from deepspeed_affine.commands.identity import conversion_identity
 from deepspeed_affine.commands.job import RANK_TIMEOUT, agree, in_job, job_of, plan_digest, seconds, shared_output
@@ -19,6 +18,7 @@ from deepspeed_affine.commands.summary import Summary, headline, print_complete,
 from deepspeed_affine.commands.text import complain, say
 from deepspeed_affine.errors import CheckpointFormatError, PolicyError
 from deepspeed_affine.execute.checkpoint import read_checkpoint
+from deepspeed_affine.execute.conversion import ConversionOptions, build_plan
 from deepspeed_affine.execute.convert import ExecutionOptions, Written, write_files
 from deepspeed_affine.execute.distributed import Group
 from deepspeed_affine.execute.shared import CheckedReader, all_drift, all_reusable, check_all_sources

@@ -10,10 +10,10 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from deepspeed_affine.commands.conversion import ConversionOptions, build_plan, patterns_without_parameter
 from deepspeed_affine.commands.layouts import Layouts, ParamLayout, describe_layouts
 from deepspeed_affine.errors import AffineError
 from deepspeed_affine.execute.checkpoint import DIMENSIONS, Checkpoint, Survey, survey_checkpoint
+from deepspeed_affine.execute.conversion import ConversionOptions, build_plan, patterns_without_parameter
 from deepspeed_affine.lowering.states import FP32, ParamStates
 from deepspeed_affine.lowering.stock_rules import StockRules
 from deepspeed_affine.storage.dtypes import item_size

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from deepspeed_affine.commands.conversion import ConversionOptions, build_plan
 from deepspeed_affine.commands.identity import conversion_identity
 from deepspeed_affine.commands.layouts import describe_layouts
 from deepspeed_affine.commands.policies import settle_drift, settle_identical
@@ -17,6 +16,7 @@ from deepspeed_affine.commands.sides import CheckpointSide, UniversalSide, open_
 from deepspeed_affine.commands.text import counted
 from deepspeed_affine.errors import UnsupportedLayoutError
 from deepspeed_affine.execute.compare import stored_storage, stored_tensor
+from deepspeed_affine.execute.conversion import ConversionOptions, build_plan
 from deepspeed_affine.execute.distributed import SingleGroup
 from deepspeed_affine.execute.fill import IntervalFiller
 from deepspeed_affine.execute.gather import PieceReader

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from deepspeed_affine.commands.conversion import ConversionOptions, Suspect, build_plan
 from deepspeed_affine.errors import Faults, IntegrityError
 from deepspeed_affine.execute.checkpoint import Checkpoint
+from deepspeed_affine.execute.conversion import ConversionOptions, Suspect, build_plan
 from deepspeed_affine.execute.distributed import Group
 from deepspeed_affine.execute.gather import PieceReader
 from deepspeed_affine.execute.prove import Drift, drifted_storages, shards_identical

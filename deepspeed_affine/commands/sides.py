@@ -12,18 +12,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from deepspeed_affine.commands.conversion import ConversionOptions, build_plan
 from deepspeed_affine.commands.folders import require_folder
 from deepspeed_affine.commands.inspect import folder_kind
 from deepspeed_affine.commands.layouts import Layouts, describe_layouts
-from deepspeed_affine.commands.module_tensors import ModuleTensors
 from deepspeed_affine.commands.policies import identical_params
-from deepspeed_affine.commands.tensor_files import BARE, Source, TensorFiles
 from deepspeed_affine.errors import CheckpointFormatError, Faults
 from deepspeed_affine.execute.checkpoint import Checkpoint, read_checkpoint
 from deepspeed_affine.execute.compare import stored_storage, stored_tensor
+from deepspeed_affine.execute.conversion import ConversionOptions, build_plan
 from deepspeed_affine.execute.gather import PieceReader
 from deepspeed_affine.execute.model_file import ModelFile, read_model_file
+from deepspeed_affine.execute.module_tensors import ModuleTensors
+from deepspeed_affine.execute.tensor_files import BARE, Source, TensorFiles
 from deepspeed_affine.ir import replicated_map
 from deepspeed_affine.lowering import keys
 from deepspeed_affine.lowering.merge import lower_param

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deepspeed_affine.commands.conversion import ConversionOptions, build_plan
 from deepspeed_affine.commands.identity import conversion_identity
 from deepspeed_affine.commands.policies import settle_drift, settle_identical
 from deepspeed_affine.commands.text import listed
@@ -39,6 +38,7 @@ from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults, 
 from deepspeed_affine.execute.checkpoint import Checkpoint, read_checkpoint
 from deepspeed_affine.execute.claims import SourceSums
 from deepspeed_affine.execute.comparing import ComparingSink
+from deepspeed_affine.execute.conversion import ConversionOptions, build_plan
 from deepspeed_affine.execute.convert import ExecutionOptions, write_files
 from deepspeed_affine.execute.distributed import SingleGroup
 from deepspeed_affine.execute.gather import PieceReader

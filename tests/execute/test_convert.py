@@ -16,11 +16,11 @@ import torch
 from converting import execute_plan, is_flat, wrong
 from synthetic import COLUMN, Cut, Param, World, make, random_full
 
-from deepspeed_affine.commands.conversion import ConversionOptions, build_plan
 from deepspeed_affine.execute import bounds
 from deepspeed_affine.execute.bounds import memory_bound
 from deepspeed_affine.execute.checkpoint import read_checkpoint
 from deepspeed_affine.execute.claims import SourceSums
+from deepspeed_affine.execute.conversion import ConversionOptions, build_plan
 from deepspeed_affine.execute.convert import ExecutionOptions, close_gaps, reusable, write_files
 from deepspeed_affine.lowering.stock_rules import StockRules
 from deepspeed_affine.storage import sink

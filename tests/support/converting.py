@@ -11,8 +11,8 @@ import torch
 from synthetic import FP32, Made
 
 from deepspeed_affine.cli import ds_to_universal
-from deepspeed_affine.commands.conversion import ConversionOptions, build_plan
 from deepspeed_affine.execute.checkpoint import read_checkpoint
+from deepspeed_affine.execute.conversion import ConversionOptions, build_plan
 from deepspeed_affine.execute.convert import ExecutionOptions, write_files
 from deepspeed_affine.execute.gather import PieceReader
 from deepspeed_affine.execute.prove import find_drift

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed_affine.commands.tensor_files import source_storage
 from deepspeed_affine.errors import CheckpointFormatError
 from deepspeed_affine.execute.checkpoint import Checkpoint
 from deepspeed_affine.execute.model_file import AUTOEP_KEYS, UC_INFO
+from deepspeed_affine.execute.tensor_files import source_storage
 from deepspeed_affine.lowering.reading import refuse
 from deepspeed_affine.plan.conversion import CopiedFile, ObjectFile, SourceStorage
 from deepspeed_affine.storage.files import file_size, name_of

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_affine.commands.agreement import check_groups, check_model_files, partition_numbers
-from deepspeed_affine.commands.module_tensors import ModuleTensors
-from deepspeed_affine.commands.outputs import copied_files, object_files
-from deepspeed_affine.commands.tensor_files import BARE, ConversionOptions, Entries, Source, TensorFiles
 from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults, InvalidMapError, UnsupportedLayoutError
+from deepspeed_affine.execute.agreement import check_groups, check_model_files, partition_numbers
 from deepspeed_affine.execute.checkpoint import Checkpoint
+from deepspeed_affine.execute.module_tensors import ModuleTensors
+from deepspeed_affine.execute.other_files import copied_files, object_files
+from deepspeed_affine.execute.tensor_files import BARE, ConversionOptions, Entries, Source, TensorFiles
 from deepspeed_affine.ir import ParamAffineMap, replicated_map
 from deepspeed_affine.lowering import keys
 from deepspeed_affine.lowering.experts import expert_map

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from deepspeed_affine.commands.tensor_files import BARE, Source, TensorFiles
 from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults
 from deepspeed_affine.execute.checkpoint import Checkpoint
+from deepspeed_affine.execute.tensor_files import BARE, Source, TensorFiles
 from deepspeed_affine.ir import ParamAffineMap, replicated_map
 from deepspeed_affine.lowering.lowered import LoweredParam
 from deepspeed_affine.lowering.states import FP32, ShardKey, shape_numel

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed_affine.commands.tensor_files import TensorFiles
 from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults
 from deepspeed_affine.execute.checkpoint import Checkpoint, ModelFile
 from deepspeed_affine.execute.model_file import UC_INFO
+from deepspeed_affine.execute.tensor_files import TensorFiles
 from deepspeed_affine.lowering.reading import as_mapping
 from deepspeed_affine.lowering.state_table import STEP, GroupRecord
 from deepspeed_affine.lowering.uc_info import UcInfo
