@@ -24,16 +24,18 @@ def find_universal(load_dir: str | os.PathLike[str], tag: str | None) -> str:
     if not isinstance(load_dir, (str, os.PathLike)):
         raise PolicyError(f"load_dir is a {type(load_dir).__name__}; expected the path of a folder.")
     folder = absolute(load_dir)
+    said = ""
     if tag is None:
         latest = join(folder, LATEST)
         if is_file(latest):
             tag = read_small(latest, _MOST_BYTES).decode("utf-8", "surrogateescape").strip()
+            said = f" and {LATEST} names it"
     path = folder if not tag else join(folder, *str(tag).split("/"))
     if is_universal(path):
         return path
     if not is_folder(path):
         raise CheckpointFormatError(
-            f"{path}: is no folder; expected a universal checkpoint. Pass the folder it is in and its name, or convert "
+            f"{path}: is no folder{said}; expected a universal checkpoint. Pass the folder it is in and its name, or convert "
             f"with ds_to_universal --affine, which writes {LATEST}.",
             file=path,
         )

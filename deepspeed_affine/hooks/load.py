@@ -23,11 +23,12 @@ from deepspeed_affine.hooks.layouts import LiveParam, described
 from deepspeed_affine.hooks.matching import Matching, aliases_of, match_params, of_another_model
 from deepspeed_affine.hooks.offered import Offered
 from deepspeed_affine.hooks.optimizers import Partition, inner_optimizer, partitions
-from deepspeed_affine.hooks.param_groups import GroupPlan, match_groups, take_hyperparameters
+from deepspeed_affine.hooks.param_groups import GroupPlan, foreign_options, match_groups, take_hyperparameters
 from deepspeed_affine.hooks.partition_load import Copy, DirectLoad, PartitionLoad, Planning, group_index
 from deepspeed_affine.hooks.policies import Strictness, first_line
 from deepspeed_affine.hooks.refresh import after_writing, before_writing
 from deepspeed_affine.hooks.report import LoadReport, Reporting
+from deepspeed_affine.hooks.state_forms import kept_states
 from deepspeed_affine.hooks.suspect import check_order
 from deepspeed_affine.hooks.topology import is_partitioned_layer, tensor_parallel_of
 from deepspeed_affine.hooks.wholeness import check_whole
@@ -168,6 +169,8 @@ class _Load:
                 "the checkpoint was saved without ZeRO, which stores them by position, and the engine's parameter "
                 "groups have other numbers or shapes",
             )
+        if self.offered.by_position:
+            self.report.restored.append("optimizer states by position (saved without ZeRO, they have no names)")
         planning = Planning(self.offered, matching.taken, self.strictness, faults, self.report)
         self.parts = [PartitionLoad(partition, planning, self.with_states) for partition in self.cut]
         stepped = {name for partition in self.cut for name in partition.members}
@@ -206,6 +209,7 @@ class _Load:
         if not self.offered.param_groups:
             self.report.left("hyperparameters", "the checkpoint holds none")
             return
+        self._compare_options(optimizer, groups, faults)
         members: list[set[str]] = [set() for _ in groups]
         for partition in self.cut:
             for name in partition.members:
@@ -215,6 +219,20 @@ class _Load:
             self.groups = match_groups(groups, members, self.offered.param_groups, self.offered.group_names)
         except AffineError as fault:
             faults.add(fault)
+
+    def _compare_options(self, optimizer: Any, groups: Sequence[Mapping[str, Any]], faults: Faults) -> None:
+        """Of an optimizer whose states are not known by its class, its options say whether another was saved."""
+        if all(kept_states(optimizer, group) is not None for group in groups):
+            return
+        foreign = foreign_options(groups, self.offered.param_groups)
+        if foreign:
+            self.strictness.has_more(
+                f"options {', '.join(foreign)} of the optimizer that was saved",
+                f"are none of the engine's {type(optimizer).__name__}, whose states are not known here: those in the "
+                "checkpoint may be another optimizer's",
+                faults,
+                self.report,
+            )
 
     # ---------------------------------------------------------------- writing
 

@@ -78,6 +78,11 @@ class Offered:
         self._by_position = found or {}
         return found is not None
 
+    @property
+    def by_position(self) -> bool:
+        """Whether states were taken by ``place``."""
+        return bool(self._by_position)
+
     # ---------------------------------------------------------------- model-state files
 
     @cached_property

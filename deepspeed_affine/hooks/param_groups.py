@@ -10,12 +10,14 @@ from deepspeed_affine.errors import UnsupportedLayoutError
 from deepspeed_affine.hooks.report import Reporting
 from deepspeed_affine.storage.refs import Global, StandIn, TensorRef
 
-__all__ = ["GroupPlan", "match_groups", "take_hyperparameters"]
+__all__ = ["GroupPlan", "foreign_options", "match_groups", "take_hyperparameters"]
 
 STRUCTURE = frozenset({"params", "name", "moe", "use_muon", "step"})
 """What a group is, and what is restored elsewhere: no hyperparameters."""
 OF_THIS_MACHINE = frozenset({"fused", "foreach", "capturable", "differentiable"})
 """How a step is computed here, not what it computes."""
+OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"})
+"""What a scheduler adds to the groups of any optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,12 @@ def match_groups(
         siblings = [other for it, other in enumerate(live) if it != at and set(origins[it]) & set(origins[at])]
         plans.append(_taken(group, [saved[origin] for origin in origins[at]], siblings))
     return plans
+
+
+def foreign_options(live: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The options that every saved group has and no live one: those of another class of optimizer."""
+    everywhere = set.intersection(*map(set, saved)) if saved else set()
+    return sorted(everywhere.difference(STRUCTURE, OF_THIS_MACHINE, OF_SCHEDULERS, *live))
 
 
 def take_hyperparameters(groups: Sequence[dict[str, Any]], plans: Sequence[GroupPlan], report: Reporting) -> None:

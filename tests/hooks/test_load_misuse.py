@@ -199,6 +199,34 @@ def test_an_optimizer_loaded_without_some_of_its_states_can_step(saved, copy, st
     engines.take_steps(engine, 1)
 
 
+class Unknown(torch.optim.SGD):
+    """An optimizer of the user's, with options of its own and the states of nobody."""
+
+    def __init__(self, groups) -> None:
+        super().__init__(groups, lr=0.01)
+        for group in self.param_groups:
+            for option in ("dampening", "nesterov", "maximize"):
+                del group[option]
+
+    def step(self, closure=None):
+        return None
+
+
+def test_an_unknown_optimizer_is_not_given_the_states_of_one_with_other_options(saved, tmp_path):
+    engine = engines.make_engine(1, optimizer=Unknown, seed=2)
+    error = unchanged_by(
+        engine, saved, match="amsgrad, betas, .* of the optimizer that was saved: are none of the engine's"
+    )
+    assert "another optimizer's. Say unexpected='ignore'" in error.message
+    assert dict(deepspeed_affine.load_checkpoint(engine, saved, unexpected="ignore").states) == {
+        "exp_avg": 6,
+        "exp_avg_sq": 6,
+    }
+    universal = save(engine, tmp_path)
+    other = engines.make_engine(3, optimizer=Unknown, seed=3)
+    assert deepspeed_affine.load_checkpoint(other, universal).complete
+
+
 def test_a_group_of_frozen_parameters_does_not_shift_the_states_of_the_others(tmp_path):
     def build(seed):
         model = engines.Small()
@@ -212,6 +240,7 @@ def test_a_group_of_frozen_parameters_does_not_shift_the_states_of_the_others(tm
     other = build(2)
     report = deepspeed_affine.load_checkpoint(other, universal)
     assert report.complete, str(report)
+    assert "optimizer states by position (saved without ZeRO, they have no names)" in report.restored
     assert differences(held(other), held(engine)) == []
 
 

@@ -89,6 +89,8 @@ def test_what_is_no_checkpoint_is_said_to_be_none(saved, tmp_path):
     unchanged_by(engine, tmp_path, kind=CheckpointFormatError, match="holds no universal checkpoint")
     unchanged_by(engine, tmp_path / "nowhere", kind=CheckpointFormatError, match="is no folder")
     unchanged_by(engine, saved.parent, "other", kind=CheckpointFormatError, match="is no folder")
+    (tmp_path / "latest_universal").write_text("gone")
+    unchanged_by(engine, tmp_path, kind=CheckpointFormatError, match="gone: is no folder and latest_universal names it")
 
 
 # ---------------------------------------------------------------- another model
