@@ -109,12 +109,13 @@ def test_changed_bytes(name, tmp_path):
 def test_changed_bytes_5000_each(name, tmp_path):
     tracemalloc.start()
     try:
-        changed(name, tmp_path, 5000, seed=2)
+        outcomes = changed(name, tmp_path, 5000, seed=2)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     # Decoded values of two-bit codes take sixteen times the bytes of the codes; nothing is larger than that.
     total = sum(file["file_bytes"] for file in EXPECTED[name]["files"])
+    print(f"{name}: {outcomes}, at most {peak} bytes allocated for files of {total}")
     assert peak < 32 * total + (4 << 20)
 
 
