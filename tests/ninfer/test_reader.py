@@ -247,13 +247,45 @@ def test_helper_inputs():
             ninfer.hadamard_signs(artifact, use)
         with pytest.raises(ninfer.BindingError):
             ninfer.hadamard_signs(artifact, with_helper("hadamard_signs", ninfer.Binding("h.signs")), width=2048)
-        columns = with_helper("input_columns", ninfer.Binding("d.int32"))
-        values = artifact.read("d.int32")
-        if sorted(values) == list(range(7)):
-            assert np.array_equal(ninfer.input_columns(artifact, columns), values)
-        else:
+
+
+PERMUTED = {
+    "columns": np.array([2, 0, 3, 1], np.int32), "twice": np.array([0, 0, 1, 2], np.int32),
+    "beyond": np.array([1, 2, 3, 4], np.int32), "below": np.array([-1, 0, 1, 2], np.int32),
+    "square": np.array([[0, 1], [2, 3]], np.int32), "floats": np.arange(4, dtype=np.float32),
+    "signs": np.array([1, -1] * 1024, np.float32), "no signs": np.array([1, 2] * 512, np.float32),
+    "short signs": np.ones(1000, np.float32),
+}  # fmt: skip
+
+
+def test_input_columns_and_signs(tmp_path):
+    forms = {name: "int32" if v.dtype == np.int32 else "bf16" for name, v in PERMUTED.items()}
+    specs = [ninfer.TensorSpec(name, values.shape, forms[name]) for name, values in PERMUTED.items()]
+    with ninfer.Writer(tmp_path / "a", specs, {"text": {"config": {}}}, durable=False) as writer:
+        for name, values in PERMUTED.items():
+            writer.write_values(name, values)
+
+    def use(role, name, *span):
+        binding = ninfer.Binding(parts=(ninfer.Part(name, *span),)) if span else ninfer.Binding(name)
+        return ninfer.Use("p", "i", None, {role: binding})
+
+    with ninfer.open(tmp_path / "a") as artifact:
+        found = ninfer.input_columns(artifact, use("input_columns", "columns"), 4)
+        assert found.dtype == np.int32
+        # Stored column c multiplies input element p[c].
+        matrix, values = np.arange(8.0).reshape(2, 4), np.array([1.0, 10, 100, 1000])
+        assert np.array_equal(matrix @ values[found], [1 + 2000 + 30, 400 + 5 + 6000 + 70])
+        assert ninfer.input_columns(artifact, use("input_columns", "twice", 1, 4)).tolist() == [0, 1, 2]
+        for name in ("twice", "beyond", "below", "square", "floats", "signs"):
             with pytest.raises(ninfer.BindingError):
-                ninfer.input_columns(artifact, columns)
+                ninfer.input_columns(artifact, use("input_columns", name))
+        with pytest.raises(ninfer.BindingError, match="an input of 5"):
+            ninfer.input_columns(artifact, use("input_columns", "columns"), 5)
+        signs = ninfer.hadamard_signs(artifact, use("hadamard_signs", "signs"), 2048)
+        assert np.array_equal(signs, PERMUTED["signs"])
+        for name in ("no signs", "short signs", "columns", "floats"):
+            with pytest.raises(ninfer.BindingError):
+                ninfer.hadamard_signs(artifact, use("hadamard_signs", name))
 
 
 def test_the_hadamard_transform_is_sylvesters():
