@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Literal
 
 from deepspeed_affine.errors import InvalidMapError
@@ -71,8 +72,9 @@ def inverse(piece: AffinePiece, locations: Iterable[int] | None = None) -> Affin
 def overlapping(left: Sequence[tuple[int, int]], right: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Yield index pairs of half-open hulls that overlap, in time near-linear in the inputs and the answer.
 
-    ``right`` is sorted by start and indexed by the running maximum of its ends, kept as a tree of maxima, so that a
-    long hull early in the order does not force a scan of everything after it.
+    ``right`` is sorted by start. Where its ends rise too, the answers are ranges; else it is indexed by the running
+    maximum of its ends, kept as a tree of maxima, so that a long hull early in the order does not force a scan of
+    everything after it.
     """
     order = sorted(
         (index for index in range(len(right)) if right[index][0] < right[index][1]), key=lambda i: right[i][0]
@@ -80,12 +82,18 @@ def overlapping(left: Sequence[tuple[int, int]], right: Sequence[tuple[int, int]
     if not order:
         return
     starts = [right[index][0] for index in order]
+    stops = [right[index][1] for index in order]
+    if all([a <= b for a, b in pairwise(stops)]):
+        for number, (start, stop) in enumerate(left):
+            if start < stop:
+                for position in range(bisect_right(stops, start), bisect_left(starts, stop)):
+                    yield number, order[position]
+        return
     size = 1
     while size < len(order):
         size *= 2
     tree = [-1] * (2 * size)
-    for position, index in enumerate(order):
-        tree[size + position] = right[index][1]
+    tree[size : size + len(stops)] = stops
     for node in range(size - 1, 0, -1):
         tree[node] = max(tree[2 * node], tree[2 * node + 1])
     for number, (start, stop) in enumerate(left):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from deepspeed_affine.errors import BudgetExceededError
 from deepspeed_affine.ir.algebra import lattices
-from deepspeed_affine.ir.chains import Point, chains, listed_chains
+from deepspeed_affine.ir.chains import Point, absorbed, chains, listed_chains
 from deepspeed_affine.ir.ints import row_major_strides
 from deepspeed_affine.ir.lattice import Budget, Lattice, iterate, proper, subtract
 from deepspeed_affine.ir.piece import AffinePiece
@@ -31,7 +31,7 @@ __all__ = ["canonical_map", "canonical_pieces", "fold_keys", "fold_pairs", "layo
 Digits = tuple[tuple[int, int, int], ...]
 """``(extent, dest stride, source stride)``, inner digit first."""
 
-LISTED_PER_LATTICE = 16
+LISTED_PER_LATTICE = 8
 """Sets of up to so many points for each of their lattices are listed; the result is the same, only faster."""
 
 FRUITLESS_ROUNDS = 128
@@ -173,9 +173,10 @@ def fold_pairs(keyed: Iterable[Lattice]) -> list[tuple[int, int, Digits]]:
 
 
 def _chains(keyed: Sequence[Lattice], direction: Point, budget: Budget) -> dict[int, list[Lattice]]:
-    if not _short(keyed):
+    segments = [absorbed(1, lattice, direction) for lattice in keyed]
+    if not _short([starts for _, starts in segments]):
         return chains(keyed, direction, budget)
-    found = listed_chains([point for lattice in keyed for point in iterate(lattice)], direction)
+    found = listed_chains({point: length for length, starts in segments for point in iterate(starts)}, direction)
     return {length: [Lattice(*point, ()) for point in points] for length, points in found.items()}
 
 

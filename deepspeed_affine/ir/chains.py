@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from deepspeed_affine.ir.algebra import overlapping
 from deepspeed_affine.ir.lattice import Budget, Lattice, Meeting, coalesce, intersect, proper, subtract
 
-__all__ = ["Point", "chains", "listed_chains"]
+__all__ = ["Point", "absorbed", "chains", "listed_chains"]
 
 Point = tuple[int, int]
 """``(shard address, offset in F)``; as a direction, the difference of two."""
@@ -34,24 +34,26 @@ Segment = tuple[int, Lattice]
 """Chains of one length, by the lattice of their first points."""
 
 
-def listed_chains(points: Iterable[Point], direction: Point) -> dict[int, list[Point]]:
-    """First points of the maximal chains of a listed set, by chain length."""
-    left = set(points)
+def listed_chains(runs: Mapping[Point, int], direction: Point) -> dict[int, list[Point]]:
+    """First points of the maximal chains of a listed set, by chain length.
+
+    The set comes as disjoint runs of neighbours: the first point of each, and how many points it has.
+    """
     dest, source = direction
+    continued = {(point[0] + length * dest, point[1] + length * source) for point, length in runs.items()}
     found: dict[int, list[Point]] = defaultdict(list)
-    for point in left:
-        if (point[0] - dest, point[1] - source) in left:
+    for point, length in runs.items():
+        if point in continued:
             continue
-        length, at = 1, (point[0] + dest, point[1] + source)
-        while at in left:
-            length, at = length + 1, (at[0] + dest, at[1] + source)
+        while (more := runs.get((point[0] + length * dest, point[1] + length * source))) is not None:
+            length += more
         found[length].append(point)
     return dict(found)
 
 
 def chains(lattices: Sequence[Lattice], direction: Point, budget: Budget) -> dict[int, list[Lattice]]:
     """First points of the maximal chains of a set of disjoint lattices, by chain length."""
-    segments = [_absorbed(1, lattice, direction) for lattice in _stacked(lattices)]
+    segments = [absorbed(1, lattice, direction) for lattice in _stacked(lattices)]
     apart: set[tuple[Segment, Segment]] = set()
     while True:
         segments = _compressed(segments, direction)
@@ -156,7 +158,7 @@ def _compressed(segments: list[Segment], direction: Point) -> list[Segment]:
     while True:
         count = len(segments)
         segments = _merged_starts(_joined_alike(segments, direction))
-        segments = [_absorbed(length, lattice, direction) for length, lattice in segments]
+        segments = [absorbed(length, lattice, direction) for length, lattice in segments]
         if len(segments) == count:
             return segments
 
@@ -165,12 +167,12 @@ def _shifted(lattice: Lattice, direction: Point, times: int) -> Lattice:
     return Lattice(lattice.key + times * direction[0], lattice.mate + times * direction[1], lattice.digits)
 
 
-def _absorbed(length: int, lattice: Lattice, direction: Point) -> Segment:
+def absorbed(length: int, lattice: Lattice, direction: Point) -> Segment:
     """Take a digit that steps by exactly one chain length into the chain."""
     for position, (extent, stride, mate) in enumerate(lattice.digits):
         if (stride, mate) == (length * direction[0], length * direction[1]):
             rest = lattice.digits[:position] + lattice.digits[position + 1 :]
-            return _absorbed(length * extent, Lattice(lattice.key, lattice.mate, rest), direction)
+            return absorbed(length * extent, Lattice(lattice.key, lattice.mate, rest), direction)
     return length, lattice
 
 
@@ -237,7 +239,7 @@ def _end_to_start(first: Segment, second: Segment, direction: Point, budget: Bud
     if not joint:
         return None
     heads = [_shifted(x, direction, -n) for x in joint]
-    result = [_absorbed(n + m, x, direction) for x in heads]
+    result = [absorbed(n + m, x, direction) for x in heads]
     result += [(n, x) for x in _without(a, heads, budget)]
     result += [(m, x) for x in _without(b, joint, budget)]
     return result
@@ -254,7 +256,7 @@ def _with_itself(segment: Segment, direction: Point, budget: Budget) -> list[Seg
         return None
     heads = [y for x in after for y in _without(_shifted(x, direction, -length), after, budget)]
     tails = [_shifted(x, direction, length) for x in heads]
-    result = [_absorbed(2 * length, x, direction) for x in heads]
+    result = [absorbed(2 * length, x, direction) for x in heads]
     return result + [(length, x) for x in _without(lattice, [*heads, *tails], budget)]
 
 

@@ -55,18 +55,18 @@ def _touching(
     if not axes:
         yield from ((i, j) for i in ours for j in theirs)
         return
-    if len(ours) == 1 and len(theirs) == 1:
-        (i,), (j,) = ours, theirs
-        a, b = left[i], right[j]
-        if all(a[axis][0] < b[axis][1] and b[axis][0] < a[axis][1] for axis in axes):
-            yield i, j
-        return
     grouped = [(axis, _by_interval(left, ours, axis), _by_interval(right, theirs, axis)) for axis in axes]
     axis, one, other = min(grouped, key=lambda each: _crossings(left, right, ours, theirs, each[0]))
     rest = tuple([each for each in axes if each != axis])
     some, others = list(one), list(other)
     for i, j in overlapping(some, others):
-        yield from _touching(left, right, one[some[i]], other[others[j]], rest)
+        mine, yours = one[some[i]], other[others[j]]
+        if len(mine) == 1 and len(yours) == 1:
+            a, b = left[mine[0]], right[yours[0]]
+            if all([a[each][0] < b[each][1] and b[each][0] < a[each][1] for each in rest]):
+                yield mine[0], yours[0]
+        else:
+            yield from _touching(left, right, mine, yours, rest)
 
 
 def _by_interval(boxes: Sequence[Box], members: Sequence[int], axis: int) -> dict[tuple[int, int], list[int]]:

@@ -117,7 +117,8 @@ class ObjectFile:
     """One output file that holds a pickled object graph, rewritten from a source file's.
 
     ``nbytes`` is at most the size of the file it comes from; ``storages`` are those of that file it carries over.
-    ``param`` and ``state`` say what it holds where that is one state of one parameter.
+    ``param`` and ``state`` say what it holds where that is one state of one parameter. ``filled`` pairs each new tensor
+    in ``root`` with what fills it, flat; their bytes are in ``nbytes`` too.
     """
 
     path: str
@@ -126,6 +127,7 @@ class ObjectFile:
     storages: tuple[SourceStorage, ...] = ()
     param: str | None = None
     state: str | None = None
+    filled: tuple[tuple[Any, TensorFile], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,11 @@ class ConversionPlan:
         )
 
     @property
+    def gathered(self) -> tuple[TensorFile, ...]:
+        """Every tensor that is filled from pieces, in a file of its own or not."""
+        return (*self.tensors, *(task for file in self.objects for _, task in file.filled))
+
+    @property
     def carried_storages(self) -> tuple[SourceStorage, ...]:
         """The storages that reach the output inside a file that is rewritten or copied."""
         rewritten = [storage for file in self.objects for storage in file.storages]
@@ -182,12 +189,12 @@ class ConversionPlan:
     def bytes_in(self) -> int:
         """Bytes read from source files: every element once, and every replica that is compared."""
         read = 0
-        for task in self.tensors:
+        for task in self.gathered:
             groups = [task.pieces, *(replica.pieces for replica in task.replicas)]
             for piece in (piece for group in groups for piece in group):
                 (index,) = piece.locations
                 read += piece.numel * self.storages[index].itemsize
-        return read + self._kept_bytes
+        return read + self._kept_bytes - sum(task.nbytes for file in self.objects for _, task in file.filled)
 
     @property
     def bytes_out(self) -> int:
