@@ -140,11 +140,17 @@ class FileSet:
         if number:
             return self._open_part(number)
         # Only once more continuations are open than are kept. A file put in its place is not this artifact's.
-        fd = os.open(self._entry, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            fd = os.open(self._entry, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise self._fault(0, f"could not be opened again ({error.strerror})") from error
         try:
             header, size = _read_header(self.path, fd)
             if header.artifact_id != self.artifact_id or size != self.file_bytes(0):
                 raise self._fault(0, "was replaced while it was read")
+        except FramingError as fault:
+            os.close(fd)
+            raise self._fault(0, "was replaced while it was read") from fault
         except BaseException:
             os.close(fd)
             raise

@@ -193,11 +193,17 @@ class Writer:
     def finish(self) -> None:
         """The artifact is complete under its names; an object that is not fully written is a ``WriterError``.
 
-        Writes that other threads have begun are waited for.
+        Writes that other threads have begun are waited for. Nothing is left of an artifact that cannot be finished.
         """
         with self._lock:
-            self._require_open()
-            self._state = "finishing"
+            before = self._state
+            if before == "open":
+                self._state = "finishing"
+        if before != "open":
+            refusal = self._refusal()
+            if before == "failed":
+                self.abort()
+            raise refusal
         try:
             with self._idle:
                 self._idle.wait_for(lambda: not self._writing)

@@ -192,6 +192,18 @@ def test_any_cutting_into_blocks(seed, rows, columns, width):
     assert map_to_bindings(layout.canonical(), ["x", "y"]) == binding
 
 
+def test_an_element_a_rank_holds_twice_is_taken_once():
+    pieces = [
+        AffinePiece((4,), 0, (1,), 0, (1,), (0,)),
+        AffinePiece((2,), 1, (1,), 4, (1,), (0,)),
+        AffinePiece((3,), 3, (1,), 6, (1,), (0,)),
+    ]
+    layout = ParamAffineMap((6,), {0: (9,)}, {0: pieces})
+    assert map_to_bindings(layout, ["a"]).parts == (ninfer.Part("a", 0, 4), ninfer.Part("a", 7, 9))
+    with pytest.raises(UnsupportedLayoutError, match="no elements"):
+        map_to_bindings(ParamAffineMap((0,), {0: (0,)}, {0: []}), ["a"])
+
+
 def windows(count):
     """Ranges of which neighbours overlap, in an order of no use to anybody."""
     begins = np.random.default_rng(count).permutation(count).tolist()

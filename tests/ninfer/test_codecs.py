@@ -585,3 +585,41 @@ def test_numpy_settings_of_the_caller_do_not_matter(form):
         expected = result(values)
         with np.errstate(all="raise"):
             assert result(values) == expected
+
+
+IMPORTS = {
+    "a code beyond": lambda: pack_grouped("q4_g64_fp16", np.array([[8]]), np.array([[0x3C00]], np.uint16)),
+    "a code below": lambda: pack_grouped("q8_g32_fp16", np.array([[-128]]), np.array([[0x3C00]], np.uint16)),
+    "codes that are no integers": lambda: pack_grouped("q4_g64_fp16", np.ones((1, 1)), np.array([[1]], np.uint16)),
+    "scales of another type": lambda: pack_grouped("q4_g64_fp16", np.ones((1, 1), int), np.ones((1, 1), np.float32)),
+    "scales of another shape": lambda: pack_grouped("q4_g64_fp16", np.ones((1, 1), int), np.ones((1, 2), np.uint16)),
+    "an infinite scale": lambda: pack_grouped("q2_g64_fp16", np.ones((1, 1), int), np.array([[0x7C00]], np.uint16)),
+    "a code that is no number": lambda: pack_fp8(np.array([[0x7F]], np.uint8), np.array([1], np.uint16)),
+    "a scale a row": lambda: pack_fp8(np.ones((2, 3), np.uint8), np.array([1], np.uint16)),
+    "a negative row scale": lambda: pack_fp8(np.ones((1, 3), np.uint8), np.array([0x8001], np.uint16)),
+    "a block scale that is none": lambda: pack_nvfp4(
+        np.zeros((128, 32), np.uint8), np.full((128, 4), 0x7F, np.uint8), np.ones(1, np.float32)
+    ),
+    "a divisor of zero": lambda: pack_nvfp4(
+        np.zeros((128, 32), np.uint8), np.zeros((128, 4), np.uint8), np.zeros(1, np.float32)
+    ),
+    "integers encoded": lambda: encode("q4_g64_fp16", np.ones((1, 4), np.int64)),
+    "a value beyond bfloat16": lambda: encode("fp8_e4m3fn_row_bf16", np.array([[3.4e38, 1]], np.float32)),
+}
+
+
+@pytest.mark.parametrize("name", IMPORTS)
+def test_words_and_values_no_format_has_are_not_packed(name):
+    with pytest.raises(ValueDomainError):
+        IMPORTS[name]()
+
+
+def test_what_a_format_has_no_place_for_is_not_packed():
+    for call in (
+        lambda: pack_grouped("bf16", np.ones((1, 1), int), np.ones((1, 1), np.uint16)),
+        lambda: pack_grouped("q4_g64_fp16", np.ones((0, 4), int), np.ones((0, 1), np.uint16)),
+        lambda: encode_rows(plan_geometry("nvfp4", None, (128, 64)), 0, np.ones((128, 64), np.float32)),
+        lambda: encode_rows(plan_geometry("q4_g64_fp16", None, (2, 64)), 0, np.ones((1, 65), np.float32)),
+    ):
+        with pytest.raises(EncodingError):
+            call()

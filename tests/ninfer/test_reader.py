@@ -106,6 +106,68 @@ def test_other_things_in_place_of_a_part(tmp_path, kind):
             artifact.read_payload(200, 65)
 
 
+def another(path):
+    data = bytearray(path.read_bytes())
+    data[16] ^= 1
+    path.write_bytes(data)
+
+
+AFTERWARDS = {
+    "gone": os.unlink,
+    "another": another,
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    "no container": lambda path: path.write_bytes(b"x" * 5000),
+    "folder": lambda path: (path.unlink(), path.mkdir()),
+}
+
+
+@pytest.mark.parametrize("name", AFTERWARDS)
+def test_an_entry_that_is_another_when_it_is_opened_again(name, tmp_path):
+    """A set of many files keeps few of them open, the entry no longer than others."""
+    path = split(tmp_path, [1] * 265)
+    with ninfer.open(path) as artifact:
+        assert artifact.read_payload(1, 264) == small_payload()[1:]
+        AFTERWARDS[name](path)
+        with pytest.raises(ninfer.FileSetError, match="the entry"):
+            artifact.read_payload(0, 2)
+
+
+def test_a_disk_that_cannot_be_read_is_a_fault_of_the_file(tmp_path, monkeypatch):
+    def broken(*args):
+        raise OSError(5, "Input/output error")
+
+    with ninfer.open(split(tmp_path, [100, 165])) as artifact:
+        monkeypatch.setattr(os, "preadv", broken)
+        with pytest.raises(ninfer.FileSetError, match="Input/output"):
+            artifact.read("w")
+        monkeypatch.setattr(os, "pread", broken)
+        with pytest.raises(ninfer.FileSetError, match="Input/output"):
+            artifact.read("s")
+
+
+ASKED = {
+    "elements beyond": (ninfer.RangeError, lambda a: a.read_range("w", 0, 9)),
+    "elements backwards": (ninfer.RangeError, lambda a: a.read_range("w", 3, 2)),
+    "a parameter's beyond": (ninfer.RangeError, lambda a: a.read_parameter_range("p", 0, 9)),
+    "bytes beyond": (ninfer.RangeError, lambda a: a.read_encoded_into("w", np.empty(9, np.uint8), 8)),
+    "object": (ninfer.ReferenceError_, lambda a: a.read("none")),
+    "parameter": (ninfer.ReferenceError_, lambda a: a.read_parameter("none")),
+    "values of a resource": (ninfer.ReferenceError_, lambda a: a.read_range("r", 0, 1)),
+    "a resource that is a tensor": (ninfer.ReferenceError_, lambda a: a.directory.resource("w")),
+    "component": (ninfer.BindingError, lambda a: a.read_resource("vision", "t")),
+    "role": (ninfer.BindingError, lambda a: a.read_resource("text", "none")),
+    "auxiliary": (ninfer.BindingError, lambda a: a.read_auxiliary(a.uses[0], "none")),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_is_not_there_is_refused(name, tmp_path):
+    error, call = ASKED[name]
+    with ninfer.open(split(tmp_path, [265])) as artifact, pytest.raises(error) as caught:
+        call(artifact)
+    assert type(caught.value) is error
+
+
 def test_reading_after_closing_is_refused(tmp_path):
     artifact = ninfer.open(split(tmp_path, [265]))
     artifact.close()

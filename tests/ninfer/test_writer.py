@@ -581,6 +581,32 @@ def test_finish_refuses_when_a_write_it_waited_for_fails(tmp_path, monkeypatch):
     assert listing(tmp_path) == []
 
 
+def test_finish_after_a_write_that_failed_leaves_nothing(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "full")
+
+    writer = ninfer.Writer(tmp_path / "a", [ninfer.TensorSpec("f", (2,), "fp32")], TEXT, durable=False)
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="full"):
+        writer.write("f", bytes(8))
+    monkeypatch.undo()
+    with pytest.raises(ninfer.WriterError, match="failed"):
+        writer.finish()
+    assert listing(tmp_path) == []
+    with pytest.raises(ninfer.WriterError, match="aborted"):
+        writer.finish()
+
+
+def test_names_that_utf8_cannot_spell_are_escaped(tmp_path):
+    """What nobody here interprets is kept; a name the format defines is none with a lone surrogate."""
+    spec = [ninfer.TensorSpec("w\u00e9", (1,), "fp32")]
+    with ninfer.Writer(tmp_path / "a", spec, TEXT, metadata={"x": "\ud800", "y": "\u00e9"}, durable=False) as writer:
+        writer.write("w\u00e9", bytes(4))
+    with ninfer.open(tmp_path / "a") as made:
+        assert made.metadata == {"x": "\ud800", "y": "\u00e9"}
+        assert list(made.objects) == ["w\u00e9"]
+
+
 def test_places_may_be_numpy_integers(tmp_path):
     specs = [ninfer.TensorSpec("f", (6,), "fp32"), ninfer.TensorSpec("q", (3, 8), "q4_g64_fp16")]
     with ninfer.Writer(tmp_path / "a", specs, TEXT, durable=False) as writer:
