@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deepspeed_affine.errors import PolicyError
+from deepspeed_affine.hooks.stated import StatedInfo
 
 __all__ = ["require_engine", "require_info", "require_model", "require_threads"]
 
@@ -33,11 +34,14 @@ def require_model(model: Any, who: str) -> None:
 
 
 def require_info(info: Any, who: str) -> None:
-    """``info`` is a mapping or None."""
-    if info is not None and not isinstance(info, Mapping):
+    """``info`` is None or can be read: a rank that found out later would leave the others in a collective."""
+    if info is None:
+        return
+    if not isinstance(info, Mapping):
         raise PolicyError(
             f"{who}: info is a {type(info).__name__}; expected the model's universal_checkpoint_info, a dictionary."
         )
+    StatedInfo(info)
 
 
 def require_threads(threads: Any) -> None:

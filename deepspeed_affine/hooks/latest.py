@@ -35,8 +35,8 @@ def find_universal(load_dir: str | os.PathLike[str], tag: str | None) -> str:
         return path
     if not is_folder(path):
         raise CheckpointFormatError(
-            f"{path}: is no folder{said}; expected a universal checkpoint. Pass the folder it is in and its name, or convert "
-            f"with ds_to_universal --affine, which writes {LATEST}.",
+            f"{path}: is no folder{said}; expected a universal checkpoint. Pass the folder it is in and its name, or "
+            f"convert with ds_to_universal --affine, which writes {LATEST}.",
             file=path,
         )
     names = [entry.name for entry in list_folder(path)]

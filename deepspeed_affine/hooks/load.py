@@ -18,7 +18,6 @@ from deepspeed_affine.hooks.agreement import together, union_of_names
 from deepspeed_affine.hooks.buffers import BufferLoad
 from deepspeed_affine.hooks.given import require_engine, require_info, require_threads
 from deepspeed_affine.hooks.globals import Globals, plan_globals
-from deepspeed_affine.hooks.latest import find_universal
 from deepspeed_affine.hooks.layouts import LiveParam, described
 from deepspeed_affine.hooks.matching import Matching, aliases_of, match_params, of_another_model
 from deepspeed_affine.hooks.offered import Offered
@@ -28,13 +27,13 @@ from deepspeed_affine.hooks.partition_load import Copy, DirectLoad, PartitionLoa
 from deepspeed_affine.hooks.policies import Strictness, first_line
 from deepspeed_affine.hooks.refresh import after_writing, before_writing
 from deepspeed_affine.hooks.report import LoadReport, Reporting
+from deepspeed_affine.hooks.sources import open_checkpoint
 from deepspeed_affine.hooks.state_forms import kept_states
 from deepspeed_affine.hooks.suspect import check_order
 from deepspeed_affine.hooks.topology import is_partitioned_layer, tensor_parallel_of
-from deepspeed_affine.hooks.wholeness import check_whole
+from deepspeed_affine.hooks.wholeness import check_agreed
 from deepspeed_affine.lowering import keys
 from deepspeed_affine.lowering.policy import ScaledStates
-from deepspeed_affine.storage.universal import scan_universal
 
 __all__ = ["load_checkpoint"]
 
@@ -55,12 +54,15 @@ def load_checkpoint(
     scaled_states: str = "refuse",
     info: Mapping[str, Any] | None = None,
     threads: int = 4,
+    check_replicas: bool = False,
 ) -> LoadReport:
-    """``engine`` continues where the universal checkpoint ``load_dir/tag`` was saved; the report says what it took.
+    """``engine`` continues where the checkpoint ``load_dir/tag`` was saved; the report says what it took.
 
     Weights, optimizer states, steps, every parameter group's hyperparameters, scheduler, loss scaler, counters, client
-    state, frozen parameters and buffers, into any topology and ZeRO stage. ``tag`` is the universal folder's name;
-    without it ``latest_universal`` says it, or ``load_dir`` is the folder itself.
+    state, frozen parameters and buffers, into any topology and ZeRO stage. The checkpoint is a universal folder or one
+    as an engine saves it: then each rank reads its part of every file, and nothing is converted. Without ``tag`` it is
+    the one that ``latest`` names, else ``latest_universal`` (first, where the engine's configuration says
+    ``load_universal``), or ``load_dir`` itself.
 
     ``missing`` and ``unexpected`` say what becomes of parameters, buffers and states that only the engine or only the
     checkpoint has: "raise", "warn" or "ignore". ``scaled_states`` is for states of parameters held scaled: "refuse",
@@ -76,14 +78,22 @@ def load_checkpoint(
         require_threads(threads)
         strictness = Strictness(missing, unexpected)
         policy = _scaled_policy(scaled_states)
-        folder = scan_universal(find_universal(load_dir, tag))
-        check_whole(folder)
-        offered, path = Offered(folder, policy), folder.path
+        offered, identity = open_checkpoint(engine, load_dir, tag, policy)
+        path = offered.folder.path
         cut = partitions(engine)
+    options = {
+        "load_optimizer_states": load_optimizer_states,
+        "load_lr_scheduler_states": load_lr_scheduler_states,
+        "load_module_only": load_module_only,
+        "scaled_states": scaled_states,
+        "info": info if info is None else "given",
+        "check_replicas": check_replicas,
+    }
+    check_agreed(path, identity, options)
     try:
         report = Reporting(path)
         with_states = load_optimizer_states and not load_module_only
-        load = _Load(engine, offered, strictness, report, cut, with_states)
+        load = _Load(engine, offered, strictness, report, cut, with_states, check_replicas)
         load.describe(info)
         with together(path, partial(first_line, path)) as faults:
             load.check(faults)
@@ -119,6 +129,7 @@ class _Load:
     report: Reporting
     cut: Sequence[Partition]
     with_states: bool
+    check_replicas: bool
     lives: Mapping[str, LiveParam] = None  # type: ignore[assignment]
     refused: Sequence[AffineError] = ()
     known: set[str] = None  # type: ignore[assignment]
@@ -161,6 +172,8 @@ class _Load:
         if self.known.isdisjoint(self.offered.names):
             faults.add(of_another_model(self.report.path, self.known, self.offered.names))
             return
+        if self.check_replicas:
+            self.offered.check_copies(self.known, faults)
         matching = match_params(self.lives, aliases_of(self.engine.module), self.known, self.offered)
         self._one_sided(matching, faults)
         if self.with_states and not self.offered.place(self._groups(matching.taken)):
@@ -171,6 +184,7 @@ class _Load:
             )
         if self.offered.by_position:
             self.report.restored.append("optimizer states by position (saved without ZeRO, they have no names)")
+        self.report.weights = dict.fromkeys(matching.taken)
         planning = Planning(self.offered, matching.taken, self.strictness, faults, self.report)
         self.parts = [PartitionLoad(partition, planning, self.with_states) for partition in self.cut]
         stepped = {name for partition in self.cut for name in partition.members}

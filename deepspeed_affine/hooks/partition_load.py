@@ -89,7 +89,6 @@ class PartitionLoad:
             live = self.planning.lives.get(fragment.name)
             if live is not None and self.planning.check_part(live, FP32, fragment.start, fragment.numel):
                 self._taken.append((fragment, live, FP32))
-                self.planning.report.weights[live.name] = None
         if not self.with_states:
             return
         for name in self._speaking():
@@ -279,8 +278,7 @@ class DirectLoad:
     def check(self) -> None:
         """Its weights fit; states that were saved for it are reported, since nothing takes them."""
         planning, live = self.planning, self.live
-        if planning.check_part(live, FP32, self.start, self.numel):
-            planning.report.weights[live.name] = None
+        planning.check_part(live, FP32, self.start, self.numel)
         if planning.offered.state_names(live.universal):
             planning.report.left(f"optimizer states of {live.name}", "no optimizer of the engine steps it")
 
