@@ -24,7 +24,7 @@ from deepspeed_affine.plan.conversion import ConversionPlan, ShardPieces
 from deepspeed_affine.plan.paths import check_paths
 from deepspeed_affine.storage.refs import Global, StandIn
 
-__all__ = ["ConversionOptions", "Suspect", "build_plan", "patterns_without_parameter"]
+__all__ = ["ConversionOptions", "PlanBuilder", "Suspect", "build_plan", "patterns_without_parameter"]
 
 UC_VERSION = 0.4
 
@@ -48,13 +48,18 @@ def build_plan(checkpoint: Checkpoint, options: ConversionOptions) -> tuple[Conv
     P1, P5 and P6 of every map are proved here; P2 is the executor's to prove, from ``TensorFile.replicas``.
     Raises one error listing the faults of all parameters.
     """
-    _refuse_without_weights(checkpoint)
-    _refuse_round_robin(checkpoint)
-    return _Builder(checkpoint, options).build()
+    return PlanBuilder(checkpoint, options).build()
 
 
-class _Builder:
+class PlanBuilder:
+    """A plan in the making: ``files`` has what was planned so far, ``lowered`` the layouts that decided it.
+
+    ``build`` plans everything; ``prepare`` and then ``param`` and ``module_tensors`` plan what is asked for.
+    """
+
     def __init__(self, checkpoint: Checkpoint, options: ConversionOptions) -> None:
+        _refuse_without_weights(checkpoint)
+        _refuse_round_robin(checkpoint)
         self.checkpoint = checkpoint
         self.options = options
         self.info = UcInfo.parse(_required_info(checkpoint, options))
@@ -68,18 +73,20 @@ class _Builder:
         """Whether DeepSpeed writes bare flat tensors: ZeRO-3 without tensor parallelism."""
         return self.checkpoint.stage == 3 and self.checkpoint.tp_degree == 1
 
+    def prepare(self) -> None:
+        """What the model-state files say together is one thing, or refused; comes before anything is planned."""
+        check_model_files(self.checkpoint, self.info)
+        self.leaving = partition_numbers(self.checkpoint, self.files)
+
     def build(self) -> tuple[ConversionPlan, tuple[Suspect, ...]]:
+        """The whole plan, as ``build_plan`` says."""
         checkpoint, files = self.checkpoint, self.files
-        check_model_files(checkpoint, self.info)
-        self.leaving = partition_numbers(checkpoint, files)
+        self.prepare()
         faults = Faults()
         for name in sorted({*checkpoint.shapes, *checkpoint.states}):
-            _collect(faults, self._optimized, name)
+            _collect(faults, self.param, name)
         module = ModuleTensors(checkpoint, files, self._lower)
-        if checkpoint.stage < 3:
-            _collect(faults, module.add_unsliced)
-        elif not self.flat:
-            _collect(faults, module.add_frozen_partitions)
+        _collect(faults, self.module_tensors, module)
         self._suspect_unnamed(module)
         folder = checkpoint.folder
         for file in (*folder.layer_files, *folder.expert_files, *folder.expert_optim_files):
@@ -95,7 +102,16 @@ class _Builder:
         check_paths(plan.paths)
         return plan, tuple(self.suspects)
 
-    def _optimized(self, name: str) -> None:
+    def module_tensors(self, module: ModuleTensors | None = None) -> None:
+        """What only the module holds is planned."""
+        module = module or ModuleTensors(self.checkpoint, self.files, self._lower)
+        if self.checkpoint.stage < 3:
+            module.add_unsliced()
+        elif not self.flat:
+            module.add_frozen_partitions()
+
+    def param(self, name: str) -> None:
+        """Every state of a parameter that the optimizer files hold is planned."""
         states = self.checkpoint.states.get(name)
         shapes = self.checkpoint.shapes.get(name)
         if shapes is None:
@@ -254,7 +270,7 @@ def patterns_without_parameter(
     return tuple(key for key in unused_patterns(info, lowered) if key not in placed)
 
 
-def _collect(faults: Faults, step: Callable[..., None], *args: str) -> None:
+def _collect(faults: Faults, step: Callable[..., None], *args: object) -> None:
     try:
         step(*args)
     except AffineError as fault:

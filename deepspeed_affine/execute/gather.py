@@ -26,7 +26,7 @@ Words = npt.NDArray[Any]
 
 SCRATCH_BYTES = 4 << 20
 SHORT_RUN_BYTES = 4096
-"""Runs shorter than this are read together with what lies between them: a call costs as much as reading this."""
+"""Gaps shorter than this are read with the runs they lie between: a call costs as much as reading this."""
 
 
 class ReadLog(Protocol):
@@ -113,7 +113,7 @@ class PieceReader:
         scratch = self._scratch()
         axis = max(range(len(shape)), key=lambda at: abs(reach[at]))
         inner = span - abs(reach[axis])
-        sparse = span > 2 * numel and inner * width >= SHORT_RUN_BYTES and shape[axis] > 1
+        sparse = (abs(strides[axis]) - inner) * width >= SHORT_RUN_BYTES and shape[axis] > 1
         if span * width <= len(scratch) and not sparse:
             buffer = scratch[: span * width]
             self.read(index, low * width, buffer.data)
@@ -152,10 +152,10 @@ def _note(log: ReadLog, index: int, start: int, data: Words) -> int:
 
 
 def _along(out: Words, axis: int, start: int, count: int) -> Words:
-    """``count`` places of one axis; a single one loses the axis."""
-    place: Any = (*(slice(None),) * axis, slice(start, start + count) if count > 1 else start)
+    """A view of ``count`` places of one axis; a single one loses the axis."""
+    place: Any = (*(slice(None),) * axis, slice(start, start + count))
     found: Words = out[place]
-    return found
+    return found if count > 1 else found.squeeze(axis)
 
 
 def _in_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from deepspeed_affine.errors import CheckpointFormatError
@@ -12,9 +12,9 @@ from deepspeed_affine.execute.tensor_files import source_storage
 from deepspeed_affine.lowering.reading import refuse
 from deepspeed_affine.plan.conversion import CopiedFile, ObjectFile, SourceStorage
 from deepspeed_affine.storage.files import file_size, name_of
-from deepspeed_affine.storage.pt_reader import load_pickle
+from deepspeed_affine.storage.pt_reader import Loaded, load_pickle
 
-__all__ = ["copied_files", "object_files"]
+__all__ = ["copied_files", "object_files", "optimizer_state"]
 
 SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
 LAYER_FIELDS = ("moe_layer_id", "module_path", "expert_key_prefix", "num_experts", "num_local_experts", "ep_size")
@@ -29,7 +29,7 @@ def object_files(checkpoint: Checkpoint) -> list[ObjectFile]:
         # The file is the first rank's whole optimizer state, tensors included.
         size = file_size(checkpoint.optimizer_file)
         storages = _storages(checkpoint.optimizer_file)
-    files = [ObjectFile("zero/optimizer_state.pt", _optimizer_state(checkpoint), size, storages)]
+    files = [ObjectFile("zero/optimizer_state.pt", optimizer_state(checkpoint), size, storages)]
     if checkpoint.experts:
         files += [
             ObjectFile(name_of(path), _with_layers(checkpoint, path), file_size(path), _storages(path))
@@ -53,12 +53,15 @@ def _model_paths(checkpoint: Checkpoint) -> list[str]:
     return sorted(file.path for file in checkpoint.model_files)
 
 
-def _optimizer_state(checkpoint: Checkpoint) -> dict[str, Any]:
+def optimizer_state(checkpoint: Checkpoint, load: Callable[[str], Loaded] = load_pickle) -> dict[str, Any]:
+    """What ``zero/optimizer_state.pt`` holds.
+
+    ``load`` reads a file. What it returns is edited: where others hold parts of it, it must load anew, as it does.
+    """
     if checkpoint.optimizer_file is None:
-        return _without_zero(checkpoint)
+        return _without_zero(checkpoint, load)
     file = checkpoint.optimizer_file
-    # The graph is loaded anew: it is edited here, and other plans hold parts of the first reading.
-    state = load_pickle(file).root["optimizer_state_dict"]
+    state = load(file).root["optimizer_state_dict"]
     if checkpoint.stage == 3:
         state["param_groups"] = _param_groups(state["optimizer_state_dict"], file)
         return dict(state) if type(state) is not dict else state
@@ -80,10 +83,10 @@ def _param_groups(optimizer: Mapping[str, Any], file: str) -> Any:
     return groups
 
 
-def _without_zero(checkpoint: Checkpoint) -> dict[str, Any]:
+def _without_zero(checkpoint: Checkpoint, load: Callable[[str], Loaded]) -> dict[str, Any]:
     """The little DeepSpeed's universal loader asks for, from a model-state file saved without ZeRO."""
     path = checkpoint.model_files[0].path
-    optimizer = load_pickle(path).root.get("optimizer")
+    optimizer = load(path).root.get("optimizer")
     while isinstance(optimizer, Mapping) and "param_groups" not in optimizer:
         optimizer = optimizer.get("optimizer_state_dict")
     if not isinstance(optimizer, Mapping):

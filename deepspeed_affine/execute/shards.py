@@ -49,6 +49,16 @@ class ShardPart:
         return self.tensors[0]
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """The stored tensor's."""
+        return self.stored.shape
+
+    @property
+    def path(self) -> str:
+        """The file it is stored in."""
+        return self.stored.storage.path
+
+    @property
     def nbytes(self) -> int:
         """How many bytes of F it needs."""
         return self.covered * item_size(self.stored.dtype)

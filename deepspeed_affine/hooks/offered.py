@@ -6,23 +6,23 @@ Most lie below ``zero``. ZeRO-3 keeps frozen parameters in the model-state files
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_affine.errors import CheckpointFormatError
+from deepspeed_affine.errors import CheckpointFormatError, Faults
 from deepspeed_affine.execute.checkpoint import DIMENSIONS
 from deepspeed_affine.execute.model_file import UC_INFO, ModelFile, read_model_file
 from deepspeed_affine.execute.shards import ShardPart
 from deepspeed_affine.hooks.positional import positional_states
-from deepspeed_affine.hooks.stored_params import FP32, STEP, StoredParams, is_same_view
+from deepspeed_affine.hooks.stored_params import FP32, STEP, Part, StoredParams, is_same_view
 from deepspeed_affine.ir import AffinePiece
 from deepspeed_affine.lowering.policy import ScaledStates
 from deepspeed_affine.lowering.states import ShardKey
 from deepspeed_affine.lowering.zero import whole_pieces, zero3_interval
 from deepspeed_affine.storage.files import ByteReader, join
-from deepspeed_affine.storage.pt_reader import load_pickle
+from deepspeed_affine.storage.pt_reader import Loaded, load_pickle
 from deepspeed_affine.storage.refs import TensorRef
 from deepspeed_affine.storage.universal import UniversalFolder, read_number
 
@@ -46,9 +46,17 @@ class Offered:
     def __init__(self, folder: UniversalFolder, scaled_states: ScaledStates) -> None:
         self.folder = folder
         self.reader = ByteReader()
-        self.stored = StoredParams(join(folder.path, "zero"), scaled_states)
+        self.stored = self._params(scaled_states)
         self._numbers: dict[str, dict[str, Number]] = {}
         self._by_position: dict[str, dict[str, Any]] = {}
+
+    def _params(self, scaled_states: ScaledStates) -> StoredParams:
+        """What is stored parameter by parameter."""
+        return StoredParams(join(self.folder.path, "zero"), scaled_states)
+
+    def load(self, path: str) -> Loaded:
+        """The object graph of one file."""
+        return load_pickle(path)
 
     def close(self) -> None:
         """After this no file is open."""
@@ -83,6 +91,9 @@ class Offered:
         """Whether states were taken by ``place``."""
         return bool(self._by_position)
 
+    def check_copies(self, names: Collection[str], faults: Faults) -> None:
+        """Note every parameter of ``names`` of which the files hold copies that differ: here there is one of each."""
+
     # ---------------------------------------------------------------- model-state files
 
     @cached_property
@@ -100,12 +111,15 @@ class Offered:
                 "client state; expected one. Convert again, or copy the whole folder.",
                 file=self.folder.path,
             )
-        first = _model_file(files[0].path)
+        first = self._model_file(files[0].path)
         dims = first.root.get(DIMENSIONS)
         degree = dims.get("tp_degree") if isinstance(dims, Mapping) else None
         step = degree if type(degree) is int and degree > 0 else 1
         rest = [file.path for file in files[1:] if not file.dp and (file.mp or 0) % step == 0]
-        return (first, *(_model_file(path) for path in rest))
+        return (first, *(self._model_file(path) for path in rest))
+
+    def _model_file(self, path: str) -> ModelFile:
+        return read_model_file(path, ShardKey(0, 0), 0, self.load(path).root)
 
     def model_root(self, mp: int, mp_degree: int, dp: int, dp_degree: int) -> Mapping[str, Any]:
         """The root of the file that stands for that rank of a job of those degrees, as DeepSpeed would choose it."""
@@ -113,14 +127,14 @@ class Offered:
         mps, dps = sorted({file.mp or 0 for file in files}), sorted({file.dp or 0 for file in files})
         wanted = (mps[mp * len(mps) // mp_degree], dps[dp * len(dps) // dp_degree])
         path = next((file.path for file in files if (file.mp or 0, file.dp or 0) == wanted), self.model.path)
-        return self.model.root if path == self.model.path else _model_file(path).root
+        return self.model.root if path == self.model.path else self._model_file(path).root
 
     @cached_property
     def optimizer(self) -> Mapping[str, Any]:
         """The root of ``optimizer_state.pt``, empty where there is none."""
         if self.folder.optimizer_state is None:
             return {}
-        root = load_pickle(self.folder.optimizer_state).root
+        root = self.load(self.folder.optimizer_state).root
         return root if isinstance(root, Mapping) else {}
 
     @property
@@ -221,7 +235,7 @@ class Offered:
 
     # ---------------------------------------------------------------- elements
 
-    def part(self, live: LiveParam, state: str, start: int, numel: int) -> ShardPart | None:
+    def part(self, live: LiveParam, state: str, start: int, numel: int) -> Part | None:
         """As ``StoredParams.part``, also for what only the model-state files have."""
         placed = self._by_position.get(live.universal, {}).get(state)
         if placed is not None:
@@ -230,7 +244,7 @@ class Offered:
             return self._part_elsewhere(live, start, numel)
         part = self.stored.part(live, state, start, numel)
         if part is not None:
-            self._check_recorded(live, part.stored)
+            self._check_recorded(live, part.shape, part.path)
         return part
 
     def fill(self, live: LiveParam, state: str, start: int, out: torch.Tensor) -> None:
@@ -259,25 +273,25 @@ class Offered:
         """A tensor kept whole under that name (a buffer), in whichever file."""
         if FP32 in self.folder.states.get(name, ()):
             path = self.folder.states[name][FP32].path
-            root = load_pickle(path).root
+            root = self.load(path).root
             found = root.get("param") if isinstance(root, Mapping) else root
         else:
             found = (self.model.module or {}).get(name)
         return found if isinstance(found, TensorRef) else None
 
-    def _check_recorded(self, live: LiveParam, tensor: TensorRef) -> None:
+    def _check_recorded(self, live: LiveParam, shape: Shape, path: str) -> None:
         """A flat file says nothing of its shape; what the checkpoint recorded beside it does."""
         recorded = self.recorded_shapes.get(live.universal)
         expected = live.layout.logical_shape
-        if recorded is None or tensor.shape == expected or is_same_view(recorded, expected):
+        if recorded is None or shape == expected or is_same_view(recorded, expected):
             return
-        if len(tensor.shape) == 1:
+        if len(shape) == 1:
             raise CheckpointFormatError(
                 f"parameter {live.name!r}: was saved with shape {recorded}, the engine's parameter has {expected} as a "
                 "whole; the two must agree. The checkpoint is of another model: build the engine's as the one that was "
                 "saved.",
                 param=live.name,
-                file=tensor.storage.path,
+                file=path,
             )
 
     def _elsewhere(self, name: str) -> tuple[tuple[TensorRef, ...], Shape] | None:
@@ -292,7 +306,7 @@ class Offered:
 
     @cached_property
     def _every_rank(self) -> tuple[ModelFile, ...]:
-        return tuple(_model_file(file.path) for file in self.folder.model_files)
+        return tuple(self._model_file(file.path) for file in self.folder.model_files)
 
     def _part_elsewhere(self, live: LiveParam, start: int, numel: int) -> ShardPart:
         if self.folder.states.get(live.universal):
@@ -330,10 +344,6 @@ def _partitions(tensors: Sequence[TensorRef], shape: Shape) -> tuple[AffinePiece
         (piece,) = whole_pieces(replace(tensor, shape=(held,)), rank)
         pieces.append(replace(piece, source_offset=rank * reserved))
     return tuple(pieces)
-
-
-def _model_file(path: str) -> ModelFile:
-    return read_model_file(path, ShardKey(0, 0), 0, load_pickle(path).root)
 
 
 def _as_tensor(number: float, ref: TensorRef) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from itertools import accumulate
 from operator import mul
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from deepspeed_affine.errors import CheckpointFormatError, InvalidMapError, UnsupportedLayoutError
 from deepspeed_affine.execute.shards import ShardPart
@@ -23,11 +23,30 @@ if TYPE_CHECKING:
 
     from deepspeed_affine.hooks.layouts import LiveParam
 
-__all__ = ["FP32", "STEP", "StoredParams", "is_same_view"]
+__all__ = ["FP32", "STEP", "Part", "StoredParams", "is_same_view", "is_scaled"]
 
 FP32, STEP = "fp32", "step"
 _SUFFIX = ".pt"
 Shape = tuple[int, ...]
+
+
+class Part(Protocol):
+    """Elements of this rank's shard, ready to be read: ``covered`` of them have a source, and take ``nbytes`` there.
+
+    ``shape`` is the whole parameter's as it is stored, ``path`` names the file, or the first of several.
+    """
+
+    @property
+    def covered(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def shape(self) -> Shape: ...
+    @property
+    def path(self) -> str: ...
+
+    def fill(self, out: torch.Tensor, reader: ByteReader, *, power: int = 1) -> None:
+        """``out`` holds the elements, times the ``power``-th power of this rank's scale; zero without a source."""
 
 
 class StoredParams:
@@ -97,7 +116,7 @@ class StoredParams:
         found = None if stored is None else getattr(torch, stored.dtype, None)
         return found if isinstance(found, torch.dtype) else torch.float32
 
-    def part(self, live: LiveParam, state: str, start: int, numel: int) -> ShardPart | None:
+    def part(self, live: LiveParam, state: str, start: int, numel: int) -> Part | None:
         """Elements ``[start, start + numel)`` of this rank's flattened shard, ready to be filled; None where the
         policy for scaled states says that they are zero.
 
@@ -112,8 +131,9 @@ class StoredParams:
                 param=live.name,
                 file=path,
             )
-        self._check_shape(live, path, stored)
-        if state != FP32 and _is_scaled(live) and not self._scales(live, state, path):
+        entries = stored.entries or {}
+        self._check_shape(live, path, stored.tensor.shape, is_vocabulary=bool(entries.get(keys.VOCAB_TENSOR)))
+        if state != FP32 and is_scaled(live) and not self._scales(live, state, path):
             return None
         return ShardPart(stored.tensor, live.layout, live.rank, start, numel)
 
@@ -123,7 +143,7 @@ class StoredParams:
         if part is None:
             out.zero_()
             return
-        power = SCALE_POWER_BY_STATE.get(state, 0) if _is_scaled(live) else 0
+        power = SCALE_POWER_BY_STATE.get(state, 0) if is_scaled(live) else 0
         part.fill(out, self._reader, power=power)
 
     def _path(self, live: LiveParam, state: str) -> str:
@@ -135,16 +155,14 @@ class StoredParams:
             found = self._read[path] = read_state(path)
         return found
 
-    def _check_shape(self, live: LiveParam, path: str, stored: StoredState) -> None:
-        if stored.tensor is None:
-            return
-        shape, expected = stored.tensor.shape, live.layout.logical_shape
+    def _check_shape(self, live: LiveParam, path: str, shape: Shape, *, is_vocabulary: bool) -> None:
+        expected = live.layout.logical_shape
         if is_same_view(shape, expected):
             return
         fact = f"parameter {live.name!r}: {path} holds shape {shape}, the engine's parameter has {expected} as a whole"
         if shape and expected and shape[1:] == expected[1:] and shape[0] < expected[0]:
             # The rows F lacks are the target's vocabulary padding, and only of a vocabulary is that known.
-            if (stored.entries or {}).get(keys.VOCAB_TENSOR):
+            if is_vocabulary:
                 return
             raise CheckpointFormatError(
                 f"{fact}. Only a tensor marked {keys.VOCAB_TENSOR!r} may have fewer rows, the others being padding. "
@@ -193,7 +211,8 @@ def is_same_view(shape: Shape, other: Shape) -> bool:
     return max(ours, default=1) == max(theirs, default=1) and (ours <= theirs or theirs <= ours)
 
 
-def _is_scaled(live: LiveParam) -> bool:
+def is_scaled(live: LiveParam) -> bool:
+    """Whether this rank holds the parameter, or a part of it, scaled; InvalidMapError where its map lacks the rank."""
     if live.rank not in live.layout.shard_shapes:
         raise InvalidMapError(
             f"parameter {live.name!r}: its map describes ranks {list(live.layout.ranks)}, this process is rank "
