@@ -436,6 +436,60 @@ def test_a_conversions_private_folder_is_left_alone(tmp_path):
     assert Path(private.marker).exists()
 
 
+@pytest.mark.parametrize(
+    "note",
+    [
+        b"", b"[]", b"{}", b'{"ninfer": null}', b'{"ninfer": {"artifact_id": 1, "parts": []}}',
+        b'{"ninfer": {"artifact_id": "00", "parts": "a"}}', b'{"ninfer": {"artifact_id": "00", "parts": [1]}}',
+        b'{"ninfer": {"artifact_id": "00", "parts": ["../mine"]}}',
+    ],
+)  # fmt: skip
+def test_a_note_of_nothing_we_know_removes_nothing(note, tmp_path):
+    private = PrivateFolder.take(str(tmp_path / "a"))
+    Path(private.marker).write_bytes(note)
+    private.release()
+    (tmp_path / "mine").write_bytes(part(1, b"x"))
+    before = listing(tmp_path)
+    with pytest.raises(PolicyError):
+        simple(tmp_path / "a")
+    assert listing(tmp_path) == before
+    assert Path(private.marker).read_bytes() == note
+
+
+def test_a_leftover_that_is_no_file_stays(tmp_path):
+    import json
+
+    names = ["a.part-0001", "a.part-0002", "a.part-0003", "a.part-0004"]
+    private = PrivateFolder.take(str(tmp_path / "a"))
+    Path(private.marker).write_text(json.dumps({"ninfer": {"artifact_id": ID.hex(), "parts": names}}))
+    private.release()
+    (tmp_path / names[0]).write_bytes(part(1, b"x"))
+    (tmp_path / names[1]).mkdir()
+    os.mkfifo(tmp_path / names[2])
+    (tmp_path / "elsewhere").write_bytes(part(4, b"x"))
+    (tmp_path / names[3]).symlink_to("elsewhere")
+    with simple(tmp_path / "a") as writer:
+        writer.write_values("w", WORDS)
+    assert listing(tmp_path) == ["a", *names[1:], "elsewhere"]
+
+
+def test_the_leftovers_of_a_complete_artifact_stay(tmp_path):
+    """Killed after the entry appeared: its continuations are its own, and the next run says that it exists."""
+    import json
+
+    with simple(tmp_path / "a", max_file_bytes=8192) as writer:
+        writer.write_values("w", WORDS)
+    private = PrivateFolder.take(str(tmp_path / "a"))
+    note = {"artifact_id": writer.artifact_id.hex(), "parts": ["a.part-0001"]}
+    Path(private.marker).write_text(json.dumps({"ninfer": note}))
+    private.release()
+    with pytest.raises(ninfer.OutputExistsError):
+        simple(tmp_path / "a", max_file_bytes=8192)
+    assert listing(tmp_path) == ["a", "a.part-0001"]
+    with ninfer.open(tmp_path / "a") as made:
+        made.validate()
+
+
 def test_more_files_than_a_process_may_open(tmp_path):
     import resource
 
