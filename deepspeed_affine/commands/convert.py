@@ -10,24 +10,24 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from deepspeed_affine.commands.arguments import positive
-from deepspeed_affine.commands.existing import complete_output, is_published, preview, settle_target
+from deepspeed_affine.commands.existing import complete_output, preview, settle_target
 from deepspeed_affine.commands.identity import conversion_identity
 from deepspeed_affine.commands.job import RANK_TIMEOUT, agree, in_job, job_of, plan_digest, seconds, shared_output
 from deepspeed_affine.commands.policies import averaged, settle_drift, settle_identical
 from deepspeed_affine.commands.summary import Summary, headline, print_complete, print_summary, summarise
 from deepspeed_affine.commands.text import complain, say
-from deepspeed_affine.errors import CheckpointFormatError, PolicyError
+from deepspeed_affine.commands.writing import space_needed, write_output
+from deepspeed_affine.errors import PolicyError
 from deepspeed_affine.execute.checkpoint import read_checkpoint
 from deepspeed_affine.execute.conversion import ConversionOptions, build_plan
-from deepspeed_affine.execute.convert import ExecutionOptions, Written, write_files
+from deepspeed_affine.execute.convert import ExecutionOptions
 from deepspeed_affine.execute.distributed import Group
-from deepspeed_affine.execute.shared import CheckedReader, all_drift, all_reusable, check_all_sources
+from deepspeed_affine.execute.shared import CheckedReader, all_drift
 from deepspeed_affine.ir import ParamAffineMap
 from deepspeed_affine.lowering.policy import IdenticalShards, OnDrift, ScaledStates
 from deepspeed_affine.lowering.stock_rules import StockRules
 from deepspeed_affine.plan.conversion import ConversionPlan
-from deepspeed_affine.plan.sharing import share_files
-from deepspeed_affine.storage.anywhere import Output, require_space, sink_of, vouched
+from deepspeed_affine.storage.anywhere import Output
 from deepspeed_affine.storage.checkpoint_file import load_checkpoint_file
 from deepspeed_affine.storage.files import ByteReader, absolute
 from deepspeed_affine.storage.journal import Finished
@@ -37,8 +37,6 @@ from deepspeed_affine.storage.pt_reader import Loaded
 __all__ = ["add_arguments", "run"]
 
 NEWEST_KNOWN = "0.19.8"
-BYTES_PER_FILE = 4096
-"""What a file takes on a disk beside its tensor: its own structure, and the rest of its last block."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -162,7 +160,7 @@ def _run(args: argparse.Namespace, group: Group) -> int:
         may_average = options.on_drift is OnDrift.AVERAGE
         summary = summarise(checkpoint, plan, execution, target, group, may_average=may_average)
         if args.dry_run:
-            needed = plan.bytes_out + BYTES_PER_FILE * len(plan.paths)
+            needed = space_needed(plan)
             remarks = group.first(lambda: preview(target, identity, needed, len(plan.paths), overwrite=args.overwrite))
             if speaks:
                 print_summary(summary, as_json=args.json, remarks=remarks)
@@ -195,69 +193,11 @@ def _convert(
     plan = settle_drift(plan, drifts, options.on_drift, reader, group, check=execution.source_crc)
     summary["drift"] = [drift.describe() for drift in drifts]
     summary["averaged"] = averaged(plan)
-    reused = _reused(plan, output, reader, execution, group)
-    mine = share_files(plan, group.size, reused)[group.rank]
-    sink = sink_of(output, mine, durable=execution.fsync)
-    written = write_files(plan, reader, sink, execution, reused=reused, record=output.journal.record, wanted=mine)
-    files = _all_written(plan, written, output, group)
-    if execution.source_crc:
-        check_all_sources(plan, files, reader, execution, group)
-    summary.update(
-        bytes_written=sum(group.gather(written.bytes_written)),
-        reused_files=len(reused),
-        reused_bytes=sum(entry.nbytes for entry in reused.values()),
-    )
 
-    def publish() -> tuple[str, ...]:
-        manifest = _manifest(plan, files, identity, execution.source_crc)
-        try:
-            return tuple(output.publish(manifest, durable=execution.fsync))
-        except BaseException:
-            args.published = is_published(output.target, manifest)
-            raise
+    def manifest(files: Mapping[str, Finished]) -> Manifest:
+        return _manifest(plan, files, identity, execution.source_crc)
 
-    return [*output.remarks, *group.last(publish)]
-
-
-def _reused(
-    plan: ConversionPlan, output: Output, reader: ByteReader, execution: ExecutionOptions, group: Group
-) -> dict[str, Finished]:
-    """What an interrupted run has finished and is whole; there is nothing else in the output, and room for the rest."""
-    trusted = {path: output.finished[path] for path in vouched(output)}
-    unsure = {path: entry for path, entry in output.finished.items() if path not in trusted}
-    reused = {**trusted, **all_reusable(unsure, output.files_path, reader, execution, group)}
-    # A journal vouches for bytes, and not for their being asked for.
-    planned = set(plan.paths)
-    reused = {path: entry for path, entry in reused.items() if path in planned}
-
-    def make_room() -> None:
-        for path in set(output.finished) - set(reused):
-            output.forget(path)
-        held = sum(entry.nbytes for entry in reused.values())
-        needed = plan.bytes_out - held + BYTES_PER_FILE * len(plan.paths)
-        require_space(output.files_path, needed, files=len(plan.paths))
-
-    group.first(make_room)
-    return reused
-
-
-def _all_written(plan: ConversionPlan, written: Written, output: Output, group: Group) -> dict[str, Finished]:
-    """Every file of the output, as its writer has recorded it; in the first process, the others get none."""
-    if group.size == 1:
-        return written.files
-    if group.rank:
-        # What it has recorded is seen on other machines when its journal is closed.
-        output.close()
-    group.gather(None)
-    found = {} if group.rank else output.collect(group.size)
-    absent = [path for path in plan.paths if path not in found]
-    if absent and group.rank == 0:
-        raise CheckpointFormatError(
-            f"{output.path_of(absent[0])}: no journal of the job names it, nor {len(absent) - 1} others; expected all "
-            "files of the plan. Check that all machines share this file system, then run the same command again.",
-            file=output.files_path,
-        )
-    return {path: found[path] for path in plan.paths if path in found}
+    return write_output(args, plan, execution, reader, output, summary, group, manifest)
 
 
 def _manifest(

@@ -14,13 +14,13 @@ from deepspeed_affine.storage.files import ByteReader, is_folder, join, parent_o
 from deepspeed_affine.storage.journal import Finished
 from deepspeed_affine.storage.manifest import Manifest
 from deepspeed_affine.storage.private import private_path
-from deepspeed_affine.storage.publication import LATEST
+from deepspeed_affine.storage.targets import UNIVERSAL, OutputKind
 from deepspeed_affine.storage.urls import is_url
 
 __all__ = ["complete_output", "is_published", "preview", "settle_target"]
 
 
-def settle_target(target: str, *, overwrite: bool, dry_run: bool) -> None:
+def settle_target(target: str, *, overwrite: bool, dry_run: bool, kind: OutputKind = UNIVERSAL) -> None:
     """What a killed run left half-way is finished, and nothing is at ``target`` that this package has not made, unless
     it may be replaced; else PolicyError.
 
@@ -31,16 +31,24 @@ def settle_target(target: str, *, overwrite: bool, dry_run: bool) -> None:
         recover(target)
     state = examine(target, {})
     if state.kind == "foreign" and state.manifest is None and not overwrite:
-        raise state.refusal()
+        raise state.refusal(kind)
 
 
-def preview(target: str, identity: Mapping[str, Any], needed: int, files: int, *, overwrite: bool) -> list[str]:
+def preview(
+    target: str,
+    identity: Mapping[str, Any],
+    needed: int,
+    files: int,
+    *,
+    overwrite: bool,
+    kind: OutputKind = UNIVERSAL,
+) -> list[str]:
     """What the conversion will find at ``target``, for the user of a dry run; raises what it would be refused with."""
     state = examine(target, identity)
     if state.kind == "foreign" and not overwrite:
-        raise state.refusal()
+        raise state.refusal(kind)
     if state.kind == "complete":
-        return [f"{target} is complete already; the conversion will check it and do nothing"]
+        return [f"{target} is complete already; the command will check it and do nothing"]
     waiting = private_path(target)
     if not is_url(target) and is_folder(waiting):
         return [f"{waiting} holds what an interrupted run has finished; the same command resumes it"]
@@ -56,6 +64,7 @@ def complete_output(
     group: Group,
     *,
     overwrite: bool,
+    kind: OutputKind = UNIVERSAL,
 ) -> Manifest | None:
     """The manifest of this very job's output where it is at ``target`` already: then every byte of it was checked just
     now, and there is a ``latest_universal``, naming this output or a later one. None where it is to be made.
@@ -64,7 +73,7 @@ def complete_output(
     checking a source that is to be checked, and IntegrityError naming files that are not as they were written; with
     ``overwrite`` none of these, and the output is to be made again.
     """
-    if not group.first(lambda: _is_there(target, identity, overwrite=overwrite)):
+    if not group.first(lambda: _is_there(target, identity, overwrite=overwrite, kind=kind)):
         return None
     manifest = Manifest.read(target)
     recorded = {path: Finished(path, file.nbytes, file.crc32) for path, file in manifest.files.items()}
@@ -91,14 +100,14 @@ def complete_output(
             )
         )
     group.raise_together(faults)
-    group.last(lambda: None if _points_somewhere(target) else point_at(target))
+    group.last(lambda: None if _points_somewhere(target, kind) else point_at(target, kind))
     return manifest
 
 
-def _is_there(target: str, identity: Mapping[str, Any], *, overwrite: bool) -> bool:
+def _is_there(target: str, identity: Mapping[str, Any], *, overwrite: bool, kind: OutputKind) -> bool:
     state = examine(target, identity)
     if state.kind == "foreign" and not overwrite:
-        raise state.refusal()
+        raise state.refusal(kind)
     return state.kind == "complete" and state.manifest is not None
 
 
@@ -110,11 +119,11 @@ def is_published(target: str, manifest: Manifest) -> bool:
         return False
 
 
-def _points_somewhere(target: str) -> bool:
-    """Whether ``latest_universal`` beside the output names a folder there: it may be a later output's."""
+def _points_somewhere(target: str, kind: OutputKind) -> bool:
+    """Whether ``latest_universal``, or its kind's file, names a folder beside the output: it may be a later one."""
     folder = parent_of(target)
     try:
-        name = read_small(join(folder, LATEST), 4096).decode("utf-8").strip()
+        name = read_small(join(folder, kind.latest), 4096).decode("utf-8").strip()
     except (OSError, ValueError):
         return False
     return bool(name) and is_folder(join(folder, name))

@@ -49,7 +49,7 @@ def guarded(program: str, run: Callable[[argparse.Namespace], int], args: argpar
 
 def _outcome(program: str, args: argparse.Namespace) -> str:
     """What became of the output, where the command makes one; it notes in ``published`` that it has."""
-    if program != "ds_to_universal":
+    if program != "ds_to_universal" and not hasattr(args, "published"):
         return ""
     if getattr(args, "published", False):
         return "; the new output is complete and has its name, run the same command again to tidy up"

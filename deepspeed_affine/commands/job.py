@@ -21,7 +21,7 @@ from deepspeed_affine.plan.conversion import ConversionPlan
 from deepspeed_affine.storage.anywhere import Output, join_output, open_output
 from deepspeed_affine.storage.durable import is_no_space
 from deepspeed_affine.storage.manifest import identity_differences
-from deepspeed_affine.storage.targets import in_one_line
+from deepspeed_affine.storage.targets import UNIVERSAL, OutputKind, in_one_line
 
 __all__ = ["RANK_TIMEOUT", "agree", "in_job", "job_of", "plan_digest", "seconds", "shared_output"]
 
@@ -94,7 +94,7 @@ def plan_digest(plan: ConversionPlan) -> str:
 
     for storage in (*plan.storages, *plan.checked_storages):
         add(os.path.basename(storage.file), storage.key, storage.dtype, storage.byte_offset, storage.nbytes)
-    for task in plan.tensors:
+    for task in plan.gathered:
         add(task.path, task.dtype, task.shape, task.map_shape, task.fill, task.pieces)
         for replica in task.replicas:
             add(replica.primary, replica.pieces)
@@ -107,7 +107,12 @@ def plan_digest(plan: ConversionPlan) -> str:
 
 @contextmanager
 def shared_output(
-    args: argparse.Namespace, source: str, target: str, identity: Mapping[str, Any], group: Group
+    args: argparse.Namespace,
+    source: str,
+    target: str,
+    identity: Mapping[str, Any],
+    group: Group,
+    kind: OutputKind = UNIVERSAL,
 ) -> Iterator[Output]:
     """The output, opened by the first process and joined by the others. What an unsuccessful run keeps is said."""
     output: Output | None = None
@@ -123,6 +128,7 @@ def shared_output(
                 resume=not args.no_resume,
                 keep=args.keep_temp_folder,
                 protect=(source,),
+                kind=kind,
             )
         with output as opened, group.failing():
             if group.rank == 0:

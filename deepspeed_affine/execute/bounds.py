@@ -37,7 +37,7 @@ def _resident_bytes() -> int:
 
 
 def _needs_torch(plan: ConversionPlan) -> bool:
-    for task in plan.tensors:
+    for task in plan.gathered:
         if task.fill == "average":
             return True
         for piece in task.pieces:

@@ -187,7 +187,7 @@ class _Execution:
             yield (
                 file.path,
                 file.nbytes,
-                lambda file=file: object_output(file, self.storages, self.reader),  # type: ignore[misc]
+                lambda file=file: object_output(file, self.storages, self.reader, self.pieces),  # type: ignore[misc]
             )
         for copied in self.plan.copies:
             yield (

@@ -53,13 +53,15 @@ class Extent(ABC):
 
 
 class TensorExtent(Extent):
-    """The elements of a full tensor, gathered from pieces."""
+    """The elements of a tensor, gathered from pieces; those that no piece names are zero where ``has_gaps`` says that
+    there may be such."""
 
-    __slots__ = ("_filler", "_task")
+    __slots__ = ("_filler", "_has_gaps", "_task")
 
-    def __init__(self, key: str, offset: int, task: TensorFile, pieces: PieceReader) -> None:
+    def __init__(self, key: str, offset: int, task: TensorFile, pieces: PieceReader, *, has_gaps: bool = False) -> None:
         super().__init__(key, offset, task.nbytes)
         self._task = task
+        self._has_gaps = has_gaps
         self._filler = IntervalFiller(task, pieces)
 
     def intervals(self, chunk_bytes: int) -> Iterator[tuple[int, int]]:
@@ -70,6 +72,8 @@ class TensorExtent(Extent):
     def read(self, start: int, stop: int, buffer: Buffer, log: ReadLog | None) -> tuple[memoryview, int]:
         width = self._task.itemsize
         words = self._filler.words(buffer, (stop - start) // width)
+        if self._has_gaps:
+            words.fill(0)
         crc = self._filler.fill(start // width, stop // width, words, log)
         view: memoryview = words.data.cast("B")
         return view, zlib.crc32(view) if crc is None else crc
@@ -134,8 +138,10 @@ def tensor_output(task: TensorFile, pieces: PieceReader) -> OutputFile:
     return OutputFile(task.path, layout.file_size, task.nbytes, tuple(layout.header()), extents, layout)
 
 
-def object_output(file: ObjectFile, storages: Sequence[SourceStorage], reader: ByteReader) -> OutputFile:
-    """The file of a re-pickled object graph, its storages streamed from their files."""
+def object_output(
+    file: ObjectFile, storages: Sequence[SourceStorage], reader: ByteReader, pieces: PieceReader
+) -> OutputFile:
+    """The file of a re-pickled object graph: its storages streamed from their files, its new tensors gathered."""
     try:
         layout = PtLayout(file.root, archive_name(file.path))
     except RecursionError as error:
@@ -144,9 +150,14 @@ def object_output(file: ObjectFile, storages: Sequence[SourceStorage], reader: B
             file=file.path,
         ) from error
     index = {(storage.file, storage.key): at for at, storage in enumerate(storages)}
-    extents = []
+    filled = {id(tensor): task for tensor, task in file.filled}
+    extents: list[Extent] = []
     for placed in layout.storages:
-        source = placed.source
+        source, task = placed.source, filled.get(id(placed.tensor))
+        if task is not None:
+            has_gaps = sum(piece.numel for piece in task.pieces) < task.numel
+            extents.append(TensorExtent(placed.key, placed.byte_offset, task, pieces, has_gaps=has_gaps))
+            continue
         if source is None:
             raise UnsupportedLayoutError(f"{file.path}: holds a tensor that no file stores", file=file.path)
         extents.append(

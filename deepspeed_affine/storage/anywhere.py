@@ -12,6 +12,7 @@ from deepspeed_affine.storage.journal import Finished
 from deepspeed_affine.storage.manifest import Manifest
 from deepspeed_affine.storage.output import Kept, OutputFolder, OutputState
 from deepspeed_affine.storage.sink import LocalSink, Sink
+from deepspeed_affine.storage.targets import UNIVERSAL, OutputKind
 from deepspeed_affine.storage.urls import absolute, is_url
 
 __all__ = [
@@ -75,11 +76,14 @@ def open_output(
     resume: bool = True,
     keep: bool = False,
     protect: Iterable[str] = (),
+    kind: OutputKind = UNIVERSAL,
 ) -> Output:
-    """See ``OutputFolder.open``."""
+    """See ``OutputFolder.open``; at a URL every output is a universal checkpoint."""
     if not is_url(target):
         inside = [found for found in map(_local, protect) if found]
-        return OutputFolder.open(target, identity, overwrite=overwrite, resume=resume, keep=keep, protect=inside)
+        return OutputFolder.open(
+            target, identity, overwrite=overwrite, resume=resume, keep=keep, protect=inside, kind=kind
+        )
     from deepspeed_affine.storage.remote_output import RemoteOutput
 
     return RemoteOutput.open(target, identity, overwrite=overwrite, resume=resume, keep=keep, protect=protect)
@@ -130,10 +134,10 @@ def recover(target: str) -> str:
     return recover(target)
 
 
-def point_at(target: str) -> None:
-    """``latest_universal`` beside the output names it, which is where DeepSpeed's loader looks."""
+def point_at(target: str, kind: OutputKind = UNIVERSAL) -> None:
+    """``latest_universal``, or the file of this kind, beside the output names it: DeepSpeed's loader looks there."""
     if not is_url(target):
-        local.point_at(target)
+        local.point_at(target, kind=kind)
         return
     from deepspeed_affine.storage.remote_target import point_at
 

@@ -17,6 +17,8 @@ from deepspeed_affine.storage.private import FileLock, PrivateFolder, private_pa
 from deepspeed_affine.storage.publication import finish_publication, point_at, publish
 from deepspeed_affine.storage.resume import await_job, resumable
 from deepspeed_affine.storage.targets import (
+    UNIVERSAL,
+    OutputKind,
     OutputState,
     counted,
     examine,
@@ -113,6 +115,7 @@ class OutputFolder:
         self._overwrite = False
         self._keep = False
         self._protect: tuple[str, ...] = ()
+        self._kind = UNIVERSAL
         self._made_parents: list[str] = []
         self._publishing = False
         self._open = True
@@ -127,21 +130,22 @@ class OutputFolder:
         resume: bool = True,
         keep: bool = False,
         protect: Iterable[str | os.PathLike[str]] = (),
+        kind: OutputKind = UNIVERSAL,
     ) -> OutputFolder:
         """The output of the job ``identity`` at ``target``, begun anew or where an interrupted run has stopped.
 
-        An existing output is refused, unless ``overwrite`` says to replace it at the end and it is a universal
-        checkpoint that holds nothing of ``protect``. What an interrupted run of another job has left is refused with
+        An existing output is refused, unless ``overwrite`` says to replace it at the end and it is an output of
+        this ``kind`` that holds nothing of ``protect``. What an interrupted run of another job has left is refused with
         what differs, unless ``resume`` is False, which starts over. ``keep`` leaves it in any case. Raises
         PolicyError while another process is making this output.
         """
-        path = require_target(target)
+        path = require_target(target, kind)
         protected = tuple(os.path.abspath(os.fspath(item)) for item in protect)
         said = recover(path)
         if is_taken(path):
             if not overwrite:
-                refuse_existing(path)
-            require_replaceable(path, protected)
+                refuse_existing(path, kind)
+            require_replaceable(path, protected, kind)
         made = make_folders(os.path.dirname(path))
         try:
             private = _take(path)
@@ -158,7 +162,7 @@ class OutputFolder:
             raise
         output.remarks[:0] = [said] if said else []
         output._overwrite, output._keep = overwrite, keep
-        output._protect, output._made_parents = protected, made
+        output._protect, output._made_parents, output._kind = protected, made, kind
         return output
 
     @classmethod
@@ -291,7 +295,14 @@ class OutputFolder:
             for path in self._resumed:
                 sync_file(self.path_of(path))
             fsync_folders(self.files_path)
-        remarks = publish(self._private, self.target, overwrite=self._overwrite, durable=durable, protect=self._protect)
+        remarks = publish(
+            self._private,
+            self.target,
+            overwrite=self._overwrite,
+            durable=durable,
+            protect=self._protect,
+            kind=self._kind,
+        )
         self._open = False
         self.journal.close()
         return remarks

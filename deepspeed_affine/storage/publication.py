@@ -21,7 +21,15 @@ from deepspeed_affine.storage.durable import fsync_folder, replace_file, replace
 from deepspeed_affine.storage.manifest import MANIFEST_NAME
 from deepspeed_affine.storage.private import PrivateFolder
 from deepspeed_affine.storage.records import Fields, canonical, parse_object
-from deepspeed_affine.storage.targets import LATEST, is_taken, refuse_existing, require_replaceable
+from deepspeed_affine.storage.targets import (
+    LATEST,
+    ORDINARY,
+    UNIVERSAL,
+    OutputKind,
+    is_taken,
+    refuse_existing,
+    require_replaceable,
+)
 
 __all__ = ["LATEST", "Recovery", "finish_publication", "point_at", "publish"]
 
@@ -51,9 +59,15 @@ class _Marker:
 
     new: _Trace
     old: _Trace | None
+    kind: OutputKind = UNIVERSAL
 
     def write(self, private: PrivateFolder, *, durable: bool) -> None:
-        said = {"format": _MARKER_FORMAT, "new": _spelled(self.new), "old": self.old and _spelled(self.old)}
+        said = {
+            "format": _MARKER_FORMAT,
+            "new": _spelled(self.new),
+            "old": self.old and _spelled(self.old),
+            "latest": self.kind.latest,
+        }
         replace_file(private.marker, canonical(said), f"{private.marker}.tmp", durable=durable)
 
     @classmethod
@@ -69,7 +83,8 @@ class _Marker:
             if fields.count("format") != _MARKER_FORMAT:
                 raise ValueError(f"format {fields.count('format')} is not {_MARKER_FORMAT}")
             old = _trace(fields, "old") if parse_object(data).get("old") is not None else None
-            return cls(_trace(fields, "new"), old)
+            kind = ORDINARY if parse_object(data).get("latest") == ORDINARY.latest else UNIVERSAL
+            return cls(_trace(fields, "new"), old, kind)
         except ValueError as error:
             raise CheckpointFormatError(
                 f"{private.marker}: says nothing this version understands of a publication that was interrupted "
@@ -120,7 +135,13 @@ def _stage(private: PrivateFolder, marker: _Marker) -> _Stage:
 
 
 def publish(
-    private: PrivateFolder, target: str, *, overwrite: bool, durable: bool, protect: Iterable[str] = ()
+    private: PrivateFolder,
+    target: str,
+    *,
+    overwrite: bool,
+    durable: bool,
+    protect: Iterable[str] = (),
+    kind: OutputKind = UNIVERSAL,
 ) -> tuple[str, ...]:
     """``private.files`` is at ``target``, ``latest_universal`` names it, and the private folder is gone.
 
@@ -131,16 +152,16 @@ def publish(
     replaces = is_taken(target)
     if replaces:
         if not overwrite:
-            refuse_existing(target)
-        require_replaceable(target, protect)
-    marker = _Marker(_Trace.of(private.files), _Trace.of(target) if replaces else None)
+            refuse_existing(target, kind)
+        require_replaceable(target, protect, kind)
+    marker = _Marker(_Trace.of(private.files), _Trace.of(target) if replaces else None, kind)
     marker.write(private, durable=durable)
     try:
         _move(private, target, marker)
     except BaseException:
         _take_back(private, target, marker)
         raise
-    return _complete(private, target, durable=durable)
+    return _complete(private, target, kind, durable=durable)
 
 
 def _move(private: PrivateFolder, target: str, marker: _Marker) -> None:
@@ -154,7 +175,7 @@ def _move(private: PrivateFolder, target: str, marker: _Marker) -> None:
         os.rename(private.files, target)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            refuse_existing(target)
+            refuse_existing(target, marker.kind)
         raise
 
 
@@ -178,30 +199,30 @@ def _restore(private: PrivateFolder, target: str) -> None:
     os.rename(private.old, target)
 
 
-def _complete(private: PrivateFolder, target: str, *, durable: bool) -> tuple[str, ...]:
+def _complete(private: PrivateFolder, target: str, kind: OutputKind, *, durable: bool) -> tuple[str, ...]:
     if durable:
         try:
             fsync_folder(os.path.dirname(target))
             fsync_folder(private.path)
         except OSError as error:
             raise PolicyError(
-                f"{target}: was converted and is complete, but the system does not confirm that its name is on the "
+                f"{target}: was written and is complete, but the system does not confirm that its name is on the "
                 f"disk ({error.strerror}). Check the disk, then run the same command again.",
                 file=target,
             ) from error
-    point_at(target, private.pointer, durable=durable)
+    point_at(target, private.pointer, durable=durable, kind=kind)
     if private.remove():
         return ()
     return (f"{private.path} could not be removed; nothing in it is needed any more",)
 
 
-def point_at(target: str, private: str | None = None, *, durable: bool = True) -> None:
-    """``latest_universal`` beside the output names it, which is where DeepSpeed's loader looks.
+def point_at(target: str, private: str | None = None, *, durable: bool = True, kind: OutputKind = UNIVERSAL) -> None:
+    """``latest_universal`` beside the output, or the file of its ``kind``, names it: DeepSpeed's loader looks there.
 
     ``private`` is a path to write it under first; without one a name beside it is made up.
     """
     folder, name = os.path.split(target)
-    pointer = os.path.join(folder, LATEST)
+    pointer = os.path.join(folder, kind.latest)
     try:
         if private is None:
             replace_text(pointer, name)
@@ -209,7 +230,7 @@ def point_at(target: str, private: str | None = None, *, durable: bool = True) -
             replace_file(pointer, os.fsencode(name), private, durable=durable)
     except OSError as error:
         raise PolicyError(
-            f"{pointer}: could not be written ({error.strerror}), while {target} was converted and is complete. Write "
+            f"{pointer}: could not be written ({error.strerror}), while {target} was written and is complete. Write "
             f"{name!r} into that file, or load with an explicit tag.",
             file=pointer,
         ) from error
@@ -253,7 +274,7 @@ def finish_publication(private: PrivateFolder, target: str) -> Recovery:
 def _published(private: PrivateFolder, target: str, marker: _Marker) -> Recovery:
     has_old = os.path.lexists(private.old)
     if is_taken(target) and os.path.isdir(target) and _Trace.of(target).manifest == marker.new.manifest:
-        _complete(private, target, durable=True)
+        _complete(private, target, marker.kind, durable=True)
         return Recovery(f"{target}: an earlier run was stopped while it published; that is finished now", gone=True)
     if not has_old:
         # Somebody has moved the output on since.

@@ -13,6 +13,9 @@ from deepspeed_affine.storage.manifest import MANIFEST_NAME, Manifest, identity_
 
 __all__ = [
     "LATEST",
+    "ORDINARY",
+    "UNIVERSAL",
+    "OutputKind",
     "OutputState",
     "counted",
     "examine",
@@ -29,6 +32,18 @@ LATEST = "latest_universal"
 
 
 @dataclass(frozen=True, slots=True)
+class OutputKind:
+    """What an output is to DeepSpeed: ``latest`` is the file beside it that names the newest, ``noun`` what it is."""
+
+    latest: str
+    noun: str
+
+
+UNIVERSAL = OutputKind(LATEST, "universal checkpoint")
+ORDINARY = OutputKind("latest", "resharded checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
 class OutputState:
     """What is at an output's path: nothing, an empty folder, the output of this very job, or anything else.
 
@@ -40,9 +55,9 @@ class OutputState:
     differences: tuple[str, ...] = ()
     manifest: Manifest | None = None
 
-    def refusal(self) -> PolicyError:
+    def refusal(self, kind: OutputKind = UNIVERSAL) -> PolicyError:
         """The error for a command that may not overwrite it."""
-        return _exists(self.target, f", and {in_one_line(self.differences)}" if self.differences else "")
+        return _exists(self.target, f", and {in_one_line(self.differences)}" if self.differences else "", kind)
 
 
 def examine(target: str, identity: Mapping[str, Any]) -> OutputState:
@@ -81,12 +96,12 @@ def in_one_line(differences: Iterable[str]) -> str:
     return "; ".join(found[:SHOWN_FAULTS]) + more
 
 
-def require_target(target: str | os.PathLike[str]) -> str:
+def require_target(target: str | os.PathLike[str], kind: OutputKind = UNIVERSAL) -> str:
     """The absolute path of an output; PolicyError for one that no folder could be renamed to."""
     path = os.path.abspath(os.fspath(target))
     if not os.path.basename(path):
         raise PolicyError(f"{path}: cannot be an output folder; expected a path to create. Choose another.")
-    if os.path.basename(path) == LATEST:
+    if os.path.basename(path) == kind.latest:
         raise PolicyError(
             f"{path}: is the file that names the newest output beside it; an output needs another name. Choose one."
         )
@@ -121,16 +136,16 @@ def is_taken(target: str) -> bool:
         return os.path.lexists(target)
 
 
-def refuse_existing(target: str) -> None:
+def refuse_existing(target: str, kind: OutputKind = UNIVERSAL) -> None:
     """Nothing is at ``target``, or an empty folder; anything else raises PolicyError."""
     if is_taken(target):
-        raise _exists(target, "")
+        raise _exists(target, "", kind)
 
 
-def _exists(target: str, why: str) -> PolicyError:
+def _exists(target: str, why: str, kind: OutputKind) -> PolicyError:
     choices = "Choose another output folder, or move or remove this one"
     try:
-        require_replaceable(target)
+        require_replaceable(target, kind=kind)
         choices = "Choose another output folder, move or remove this one, or replace it with --overwrite"
     except PolicyError as error:
         why = why or error.message.partition(": exists already")[2].partition(";")[0]
@@ -139,19 +154,37 @@ def _exists(target: str, why: str) -> PolicyError:
     return PolicyError(f"{target}: exists already{why}; expected a path to create. {choices}.", file=target)
 
 
-def require_replaceable(target: str, protect: Iterable[str] = ()) -> None:
-    """What is at ``target`` is a universal checkpoint, and none of ``protect`` lies in it; else PolicyError.
+def require_replaceable(target: str, protect: Iterable[str] = (), kind: OutputKind = UNIVERSAL) -> None:
+    """What is at ``target`` is an output of this kind, and none of ``protect`` lies in it; else PolicyError.
 
-    So a mistyped path costs nobody a home directory.
+    So a mistyped path costs nobody a home directory, and no training run its checkpoint.
     """
     if not stat.S_ISDIR(os.lstat(target).st_mode):
         what = "a link" if os.path.islink(target) else "no folder"
         raise PolicyError(
-            f"{target}: exists already and is {what}; --overwrite replaces universal checkpoint folders only. Pass the "
+            f"{target}: exists already and is {what}; --overwrite replaces {kind.noun} folders only. Pass the "
             "path of the folder itself, or choose another output folder.",
             file=target,
         )
     names = set(os.listdir(target))
+    (_require_universal if kind is UNIVERSAL else _require_resharded)(target, names)
+    stray = next(_strays(target), None)
+    if stray is not None:
+        raise PolicyError(
+            f"{target}: exists already and holds {stray}, which is no part of a {kind.noun}; --overwrite "
+            "would remove it. Move it away, or choose another output folder.",
+            file=target,
+        )
+    real = os.path.realpath(target)
+    for path in protect:
+        if os.path.commonpath([real, os.path.realpath(path)]) == real:
+            raise PolicyError(
+                f"{target}: holds {path}, which is read; --overwrite would remove it. Choose another output folder.",
+                file=target,
+            )
+
+
+def _require_universal(target: str, names: set[str]) -> None:
     if MANIFEST_NAME not in names and not os.path.isdir(os.path.join(target, "zero")):
         raise PolicyError(
             f"{target}: exists already and is no universal checkpoint (it has neither {MANIFEST_NAME} nor a folder "
@@ -165,20 +198,17 @@ def require_replaceable(target: str, protect: Iterable[str] = ()) -> None:
             "folders swapped?); --overwrite would remove it. Choose another output folder.",
             file=target,
         )
-    stray = next(_strays(target), None)
-    if stray is not None:
+
+
+def _require_resharded(target: str, names: set[str]) -> None:
+    """A checkpoint of a training run looks the same and has no manifest; a universal folder holds no optimizer file."""
+    if MANIFEST_NAME not in names or not any(name.endswith("optim_states.pt") for name in names):
         raise PolicyError(
-            f"{target}: exists already and holds {stray}, which is no part of a universal checkpoint; --overwrite "
-            "would remove it. Move it away, or choose another output folder.",
+            f"{target}: exists already and is no checkpoint that ds_affine reshard made (those have {MANIFEST_NAME} "
+            "beside their optimizer files); --overwrite replaces only those. Choose another output folder, or move or "
+            "remove this one.",
             file=target,
         )
-    real = os.path.realpath(target)
-    for path in protect:
-        if os.path.commonpath([real, os.path.realpath(path)]) == real:
-            raise PolicyError(
-                f"{target}: holds {path}, which is read; --overwrite would remove it. Choose another output folder.",
-                file=target,
-            )
 
 
 def _strays(folder: str) -> Iterator[str]:

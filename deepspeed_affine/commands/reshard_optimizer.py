@@ -1,0 +1,198 @@
+"""The optimizer files of a resharded checkpoint: flat partitions of master weights and states, and their tables."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from deepspeed_affine.commands.layout_of import DS_CONFIG
+from deepspeed_affine.commands.reshard_model import FileBuilder, config_of, put_info
+from deepspeed_affine.commands.reshard_source import ReshardSource
+from deepspeed_affine.errors import UnsupportedLayoutError
+from deepspeed_affine.execute.model_file import UC_INFO
+from deepspeed_affine.ir import SCALE_POWER_BY_STATE
+from deepspeed_affine.lowering.states import FP32, MUON_STATE
+from deepspeed_affine.plan.checkpoint_layout import CheckpointLayout
+from deepspeed_affine.plan.conversion import ObjectFile
+from deepspeed_affine.plan.partition import Run, zero3_runs
+from deepspeed_affine.plan.reshard import Placed
+from deepspeed_affine.storage.checkpoint_file import load_checkpoint_file
+from deepspeed_affine.storage.refs import Global, StandIn, new_instance
+
+__all__ = ["optimizer_files"]
+
+Parts = Sequence[tuple[str, Run]]
+PADDINGS = "param_alignment_paddings"
+ONLY_ZERO12 = (
+    *("base_optimizer_state", "single_partition_of_fp32_groups", "group_paddings", PADDINGS, "clip_grad"),
+    *("param_slice_mappings", "ds_version", UC_INFO),
+)
+ONLY_ZERO3 = ("optimizer_state_dict", "fp32_flat_groups", "ds_zero_partition_groups")
+
+
+def optimizer_files(source: ReshardSource, target: CheckpointLayout, *, same_cut: bool) -> Iterator[ObjectFile]:
+    """Every optimizer file of ``target``; with ``same_cut`` each model-parallel rank goes on from its own old file."""
+    for mp in range(target.mp):
+        for dp in range(target.dp):
+            yield _OptimizerFile(source, target, mp, dp, same_cut).build()
+
+
+class _OptimizerFile:
+    def __init__(self, source: ReshardSource, target: CheckpointLayout, mp: int, dp: int, same_cut: bool) -> None:
+        self.source, self.target, self.same_cut = source, target, same_cut
+        self.mp, self.tp, self.dp = mp, mp % target.tp, dp
+        self.rank = target.ranks[mp]
+        self.file = FileBuilder(f"{target.prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt")
+        folder = source.checkpoint.folder
+        path = folder.find("zero_optim", dp=0, mp=mp if same_cut else 0).path
+        # Read anew: what is put together here shares nothing with other plans.
+        self.old: Mapping[str, Any] = load_checkpoint_file(path).root
+
+    def build(self) -> ObjectFile:
+        root = dict(self.old)
+        old = dict(root["optimizer_state_dict"])
+        root["optimizer_state_dict"] = self._zero3(old) if self.target.stage == 3 else self._zero12(old)
+        root[DS_CONFIG] = config_of(self.old.get(DS_CONFIG), self.target)
+        if self.target.version is not None:
+            root["ds_version"] = self.target.version
+        return self.file.done(root)
+
+    # ---------------------------------------------------------------- ZeRO-1, ZeRO-2 and BF16_Optimizer
+
+    def _zero12(self, old: dict[str, Any]) -> dict[str, Any]:
+        target = self.target
+        count = len(self.rank.groups)
+        groups = [target.flat_group(self.mp, group) for group in range(count)]
+        runs = [
+            [(names[run.index], run) for run in group.runs_of(self.dp)]
+            for names, group in zip(self.rank.groups, groups, strict=True)
+        ]
+        paddings = [group.padding_of(self.dp) for group in groups]
+        masters, states = [], {}
+        for at, group in enumerate(groups):
+            # BF16_Optimizer keeps the padding at the end of a group.
+            kept = group.partition_size - (0 if target.bf16_optimizer else paddings[at])
+            masters.append(self._master(self.rank.groups[at], runs[at], kept))
+            found = self._states(self.rank.groups[at], runs[at], group.partition_size, at)
+            if found:
+                states[at] = found
+        if target.bf16_optimizer:
+            paddings = [
+                group.partition_size * target.dp - group.end if self.dp == target.dp - 1 else 0 for group in groups
+            ]
+        made = self._common(old, [*ONLY_ZERO3, *(("zero_stage", "loss_scaler") if target.bf16_optimizer else ())])
+        if target.bf16_optimizer:
+            for key in ("dynamic_loss_scale", "overflow", PADDINGS):
+                made.pop(key, None)
+        made["base_optimizer_state"] = {
+            "state": states,
+            "param_groups": self._param_groups([[at] for at in range(count)]),
+        }
+        made["single_partition_of_fp32_groups"] = masters
+        if not target.bf16_optimizer:
+            made["zero_stage"] = _stage(target.stage)
+        made["group_paddings"] = paddings
+        if not target.bf16_optimizer and (PADDINGS in old or self.source.layout.stage == 3 or "zero_stage" not in old):
+            made[PADDINGS] = [list(group.paddings) for group in groups]
+        made["partition_count"] = [target.dp] * count
+        made["ds_version"] = target.version or old.get("ds_version") or self.old.get("ds_version")
+        made["param_slice_mappings"] = [OrderedDict((name, _address(run)) for name, run in found) for found in runs]
+        if UC_INFO in old:
+            made[UC_INFO] = old[UC_INFO]
+            put_info(made, target, same_cut=self.same_cut)
+        return made
+
+    # ---------------------------------------------------------------- ZeRO-3
+
+    def _zero3(self, old: dict[str, Any]) -> dict[str, Any]:
+        target = self.target
+        masters, states = [], {}
+        members: list[list[int]] = [[] for _ in self.rank.groups]
+        subs = zip(self.rank.sub_groups, self.rank.sub_group_names(), strict=True)
+        for number, ((group, _), names) in enumerate(subs):
+            members[group].append(number)
+            numels = [target.params[name].shard_numel(self.tp) for name in names]
+            found, length = zero3_runs(numels, target.dp, self.dp)
+            runs = [(names[run.index], run) for run in found]
+            masters.append(self._master(names, runs, length))
+            kept = self._states(names, runs, length, group)
+            if kept:
+                states[number] = kept
+        made = {"zero_stage": _stage(3), **self._common(old, [*ONLY_ZERO12, *ONLY_ZERO3])}
+        made["zero_stage"] = _stage(3)
+        made["partition_count"] = target.dp
+        made["optimizer_state_dict"] = {"state": states, "param_groups": self._param_groups(members)}
+        made["fp32_flat_groups"] = masters
+        return made
+
+    # ---------------------------------------------------------------- both
+
+    def _common(self, old: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
+        """What the two kinds of file have in common and is carried over, or made where the old kind has none."""
+        kept = {key: value for key, value in old.items() if key not in without}
+        if self.target.bf16_optimizer:
+            return kept
+        # BF16_Optimizer scales no loss, and says so in nothing.
+        scaler = new_instance("deepspeed.runtime.fp16.loss_scaler", "LossScaler", {"cur_scale": 1.0, "dynamic": False})
+        return {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False, **kept}
+
+    def _param_groups(self, members: list[list[int]]) -> list[dict[str, Any]]:
+        return [
+            {key: list(numbers) if key == "params" else value for key, value in group.items()}
+            for group, numbers in zip(self.source.param_groups, members, strict=True)
+        ]
+
+    def _master(self, names: Sequence[str], runs: Parts, numel: int) -> Any:
+        dtypes = sorted({self.source.stored(name).dtype for name in names})
+        if len(dtypes) > 1:
+            raise UnsupportedLayoutError(
+                f"parameters {names[0]!r} and others are to lie in one flat tensor and have master weights of dtypes "
+                f"{dtypes}; one is expected."
+            )
+        parts = [self._placed(name, FP32, run) for name, run in runs]
+        return self.file.new(dtypes[0] if dtypes else "float32", (numel,), parts, requires_grad=True)
+
+    def _states(self, names: Sequence[str], runs: Parts, numel: int, group: int) -> dict[str, Any]:
+        states = self.source.states_of(names)
+        found: dict[str, Any] = {}
+        for state in states.order:
+            if state in states.values:
+                found[state] = states.values[state]
+                continue
+            stored = self.source.stored(names[0], state)
+            held, length = self._whole(runs) if self._is_whole(state, group) else (runs, numel)
+            parts = [self._placed(name, state, run) for name, run in held]
+            found[state] = self.file.new(
+                stored.dtype, (length,), parts, state=state, requires_grad=stored.requires_grad
+            )
+        return found
+
+    def _is_whole(self, state: str, group: int) -> bool:
+        """Whether ZeRO-1 and ZeRO-2 keep this state whole for every parameter that touches the partition."""
+        muon = bool(self.source.param_groups[group].get("use_muon"))
+        return state == MUON_STATE and muon and self.target.stage < 3 and not self.target.bf16_optimizer
+
+    def _whole(self, runs: Parts) -> tuple[Parts, int]:
+        found: list[tuple[str, Run]] = []
+        offset = 0
+        for name, run in runs:
+            numel = self.target.params[name].shard_numel(self.tp)
+            found.append((name, Run(run.index, 0, numel, offset)))
+            offset += numel
+        return found, offset
+
+    def _placed(self, name: str, state: str, run: Run) -> Placed:
+        stored = self.source.stored(name, state)
+        shard = self.target.params[name].layout.pieces_by_rank[self.tp]
+        power = SCALE_POWER_BY_STATE.get(state, 1)
+        return Placed(shard, () if stored.zero else stored.pieces, run.start, run.numel, run.offset, power)
+
+
+def _stage(stage: int) -> StandIn:
+    return StandIn(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (stage,))
+
+
+def _address(run: Run) -> StandIn:
+    attributes = {"numel": run.numel, "start": run.offset}
+    return new_instance("deepspeed.utils.tensor_fragment", "fragment_address", attributes)

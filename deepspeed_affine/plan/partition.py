@@ -1,0 +1,116 @@
+"""How ZeRO lays the shards of a parameter group out flat and cuts them over data-parallel ranks, to be written.
+
+The other way round, from what a file records to a map, is ``lowering.zero``'s. Everything counts elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from deepspeed_affine.errors import InvalidMapError
+
+__all__ = ["ALIGNMENT", "FlatGroup", "Run", "reserved_numel", "sub_group_counts", "zero3_runs"]
+
+ALIGNMENT = 2
+"""ZeRO-1, ZeRO-2 and BF16_Optimizer pad a group to a multiple of this for every data-parallel rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements ``[start, start + numel)`` of shard ``index``, at ``offset`` of a rank's partition."""
+
+    index: int
+    start: int
+    numel: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlatGroup:
+    """One parameter group of ZeRO-1, ZeRO-2 or BF16_Optimizer: shards end to end, padded, cut into equal parts.
+
+    ``param_alignment`` is what the place of every shard but the first is a multiple of (``parameter_alignment``); 1
+    leaves no room between them. ``numels`` are in the order in which the shards lie.
+    """
+
+    numels: tuple[int, ...]
+    dp: int
+    param_alignment: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dp < 1 or self.param_alignment < 1 or any(numel < 0 for numel in self.numels):
+            raise InvalidMapError(
+                f"a flat group of {self.numels} elements over {self.dp} ranks, aligned to {self.param_alignment}; "
+                "expected no negative number, and at least one rank."
+            )
+
+    @property
+    def paddings(self) -> tuple[int, ...]:
+        """What follows each shard so that the next is aligned; nothing follows the last."""
+        found: list[int] = []
+        end = 0
+        for index, numel in enumerate(self.numels):
+            end += numel
+            padding = 0 if index == len(self.numels) - 1 else -end % self.param_alignment
+            found.append(padding)
+            end += padding
+        return tuple(found)
+
+    @property
+    def end(self) -> int:
+        """Where the last shard ends."""
+        return sum(self.numels) + sum(self.paddings)
+
+    @property
+    def partition_size(self) -> int:
+        """How many elements every rank has, padding included."""
+        return -(-self.end // (ALIGNMENT * self.dp)) * ALIGNMENT
+
+    def padding_of(self, rank: int) -> int:
+        """How many elements at the end of the rank's partition lie behind the last shard."""
+        size = self.partition_size
+        return max(0, min(size, (rank + 1) * size - self.end))
+
+    def runs_of(self, rank: int) -> Iterator[Run]:
+        """What the rank's partition holds, in order; shards it holds nothing of are left out."""
+        low, high = rank * self.partition_size, (rank + 1) * self.partition_size
+        begin = 0
+        for index, (numel, padding) in enumerate(zip(self.numels, self.paddings, strict=True)):
+            first, last = max(begin, low), min(begin + numel, high)
+            if first < last:
+                yield Run(index, first - begin, last - first, first - low)
+            begin += numel + padding
+
+
+def reserved_numel(numel: int, dp: int) -> int:
+    """How many elements every ZeRO-3 rank reserves for a shard; the last ranks may hold fewer."""
+    return -(-numel // dp)
+
+
+def zero3_runs(numels: Sequence[int], dp: int, rank: int) -> tuple[list[Run], int]:
+    """What a ZeRO-3 rank's flat sub-group holds of each shard, in order, and how long the sub-group is."""
+    runs: list[Run] = []
+    offset = 0
+    for index, numel in enumerate(numels):
+        reserved = reserved_numel(numel, dp)
+        held = min(reserved, numel - rank * reserved)
+        if held > 0:
+            runs.append(Run(index, rank * reserved, held, offset))
+        offset += reserved
+    return runs, offset
+
+
+def sub_group_counts(numels: Sequence[int], dp: int, size: int) -> tuple[int, ...]:
+    """How many parameters each sub-group of a ZeRO-3 parameter group has, in order, with ``sub_group_size`` ``size``.
+
+    A sub-group is closed by the parameter with which a rank's part of it reaches that size.
+    """
+    counts: list[int] = []
+    held = count = 0
+    for numel in numels:
+        held, count = held + reserved_numel(numel, dp), count + 1
+        if held >= size:
+            counts.append(count)
+            held = count = 0
+    return (*counts, count) if count or not counts else tuple(counts)
