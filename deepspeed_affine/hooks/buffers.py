@@ -34,7 +34,7 @@ class BufferLoad:
                 if local in part._non_persistent_buffers_set:
                     continue
                 name = f"{prefix}.{local}" if prefix else local
-                stored = planning.offered.whole(name)
+                stored = planning.offered.buffer(name)
                 if stored is None:
                     why = "is in the model and not in the checkpoint"
                     planning.strictness.lacks(f"buffer {name}", why, planning.faults, planning.report)

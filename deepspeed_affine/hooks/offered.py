@@ -269,8 +269,13 @@ class Offered:
             live.universal, ()
         )
 
+    def buffer(self, name: str) -> TensorRef | None:
+        """A buffer as the module had it; below ``zero`` it is in float32, which not every number is."""
+        found = (self.model.module or {}).get(name)
+        return found if isinstance(found, TensorRef) else self.whole(name)
+
     def whole(self, name: str) -> TensorRef | None:
-        """A tensor kept whole under that name (a buffer), in whichever file."""
+        """A tensor kept whole under that name, in whichever file."""
         if FP32 in self.folder.states.get(name, ()):
             path = self.folder.states[name][FP32].path
             root = self.load(path).root

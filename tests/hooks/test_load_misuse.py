@@ -139,6 +139,27 @@ def test_a_module_under_two_names_has_its_buffers_once(tmp_path, stage):
     assert differences(held(other), held(engine)) == []
 
 
+class Counting(engines.Small):
+    """Buffers that no float32 holds."""
+
+    def __init__(self, count: int = 0) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(count))
+        self.register_buffer("exact", torch.tensor(count / 3, dtype=torch.float64))
+        self.register_buffer("phase", torch.tensor([complex(0, count)]))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_buffers_keep_every_bit(tmp_path, stage):
+    engine = engines.make_engine(stage, model=Counting((1 << 40) + 1))
+    engines.take_steps(engine, 1)
+    universal = save(engine, tmp_path)
+    other = engines.make_engine(1, model=Counting())
+    deepspeed_affine.load_checkpoint(other, universal)
+    for name in ("count", "exact", "phase"):
+        assert torch.equal(getattr(other.module, name), getattr(engine.module, name)), name
+
+
 class Wrapper(nn.Module):
     def __init__(self) -> None:
         super().__init__()
