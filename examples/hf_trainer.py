@@ -39,11 +39,16 @@ class AffineCallback(TrainerCallback):
     def prepare_and_attach(self, *objects: Any, **options: Any) -> Any:
         prepared = self.prepare(*objects, **options)
         for each in prepared if isinstance(prepared, (list, tuple)) else (prepared,):
-            if isinstance(each, DeepSpeedEngine) and self.handle is None:
+            if isinstance(each, DeepSpeedEngine) and (self.handle is None or self.handle.engine is not each):
+                # A run that is started again, as with auto_find_batch_size, makes another engine of the same model.
+                self.detach()
                 self.handle = deepspeed_affine.attach(each)
         return prepared
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.detach()
+
+    def detach(self) -> None:
         if self.handle is not None:
             self.handle.detach()
             self.handle = None

@@ -64,7 +64,7 @@ class LoadReport:
             lines += _listed("padding", [f"{name}: {count} elements" for name, count in self.padding.items()])
         if self.client_state:
             lines.append(f"  client state: {', '.join(map(str, self.client_state))}")
-        lines += _listed("not restored", self.not_restored)
+        lines += _listed("not restored", _by_reason(self.not_restored))
         return "\n".join(lines)
 
 
@@ -97,6 +97,17 @@ class Reporting:
             client_state,
             self.bytes_read,
         )
+
+
+def _by_reason(rows: Iterable[NotRestored]) -> list[str]:
+    """One line a reason, so that what has another is not hidden behind a model's parameters."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        found.setdefault(row.why, []).append(row.what)
+    return [
+        f"{what[0]}{f' and {len(what) - 1} more like it' if len(what) > 1 else ''}: {why}"
+        for why, what in found.items()
+    ]
 
 
 def _listed(title: str, items: Iterable[object]) -> list[str]:

@@ -265,6 +265,17 @@ def test_a_group_of_frozen_parameters_does_not_shift_the_states_of_the_others(tm
     assert differences(held(other), held(engine)) == []
 
 
+def test_a_report_says_what_is_left_out_once_a_reason(tmp_path):
+    universal = save(engines.make_engine(1), tmp_path, client_state={"mine": Unknown})
+    report = deepspeed_affine.load_checkpoint(engines.make_engine(1, seed=2), universal)
+    assert len(report.not_restored) == 7
+    lines = str(report).split("not restored:")[1].split("\n")[1:]
+    assert [line.split(":")[0].strip() for line in lines] == [
+        "optimizer states of embed.weight and 5 more like it",
+        "client_state['mine']",
+    ]
+
+
 # ---------------------------------------------------------------- in the middle
 
 
