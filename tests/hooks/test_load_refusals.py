@@ -77,16 +77,9 @@ def test_the_folder_is_found_by_tag_by_latest_universal_and_by_itself(saved):
         assert engine.global_steps == 2
 
 
-def test_an_ordinary_checkpoint_is_refused_with_what_to_do(saved):
-    ordinary = saved.parent.parent / "ordinary"
-    engine = engines.make_engine(1, seed=2)
-    for arguments in [(ordinary, "saved"), (ordinary / "saved",), (ordinary,)]:
-        unchanged_by(engine, *arguments, kind=UnsupportedLayoutError, match="ds_to_universal --affine --input_folder")
-
-
 def test_what_is_no_checkpoint_is_said_to_be_none(saved, tmp_path):
     engine = engines.make_engine(1, seed=2)
-    unchanged_by(engine, tmp_path, kind=CheckpointFormatError, match="holds no universal checkpoint")
+    unchanged_by(engine, tmp_path, kind=CheckpointFormatError, match="holds no checkpoint")
     unchanged_by(engine, tmp_path / "nowhere", kind=CheckpointFormatError, match="is no folder")
     unchanged_by(engine, saved.parent, "other", kind=CheckpointFormatError, match="is no folder")
     (tmp_path / "latest_universal").write_text("gone")
