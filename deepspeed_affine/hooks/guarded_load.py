@@ -16,6 +16,7 @@ from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults, 
 from deepspeed_affine.hooks.agreement import together
 from deepspeed_affine.hooks.client_state import knows_universal_experts
 from deepspeed_affine.hooks.restoring import Restorer
+from deepspeed_affine.hooks.stock_limits import check_groups, check_states
 from deepspeed_affine.hooks.stored_params import FP32, STEP
 from deepspeed_affine.hooks.wholeness import check_whole
 from deepspeed_affine.storage.universal import scan_universal
@@ -93,6 +94,14 @@ def _check(engine: Any, restorer: Restorer, load_dir: str, tag: str, weights_onl
     _check_model_files(engine, folder, load_dir, tag)
     stage3 = (FP32,) if weights_only and hasattr(engine.optimizer, _WEIGHTS_ONLY) else ADAM
     _check_params(restorer, os.path.join(folder, "zero"), stage3, faults)
+    if faults:
+        return
+    if not restorer.is_stage3:
+        check_groups(restorer, os.path.join(folder, "zero"), OURS, faults)
+    elif stage3 is ADAM:
+        inner = restorer.optimizer.optimizer
+        for index in range(len(inner.param_groups)):
+            check_states(inner, index, ADAM, OURS)
 
 
 def _check_model_files(engine: Any, folder: str, load_dir: str, tag: str) -> None:

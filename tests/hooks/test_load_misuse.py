@@ -381,3 +381,35 @@ def test_a_scheduler_takes_nothing_from_one_of_another_kind(tmp_path, source):
         (row,) = [row for row in report.not_restored if row.what == "lr_scheduler"]
         assert f"is not what a {type(other.lr_scheduler).__name__} keeps" in row.why
         assert other.lr_scheduler.state_dict() == before
+
+
+# ---------------------------------------------------------------- DeepSpeed's own loader
+
+
+class Unfrozen(engines.Small):
+    def __init__(self) -> None:
+        super().__init__(frozen=False)
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "match"),
+    [
+        (1, {"groups": 2}, r"was saved with 1 parameter group\(s\), the engine has 2"),
+        (1, {"model": Unfrozen}, "'norm.weight': no step is stored, and step 2 of 'embed.weight'"),
+        (1, {"optimizer": adamax}, "no exp_inf, without which the engine's Adamax cannot step"),
+        (3, {"optimizer": adamax}, "no exp_inf, without which the engine's Adamax cannot step"),
+    ],
+)
+def test_deepspeeds_loader_is_stopped_before_it_fills_half_an_engine(saved, tmp_path, stage, options, match):
+    universal = saved
+    if stage == 3:
+        source = engines.make_engine(3)
+        engines.take_steps(source, 1)
+        universal = save(source, tmp_path)
+    model = options.get("model", engines.Small)()
+    engine = engines.make_engine(stage, seed=2, **{**options, "model": model}, checkpoint={"load_universal": True})
+    before = held(engine)
+    with deepspeed_affine.attach(engine), pytest.raises(AffineError, match=match) as caught:
+        engine.load_checkpoint(str(universal.parent), tag=universal.name)
+    assert "deepspeed_affine.load_checkpoint(engine, load_dir)" in caught.value.message
+    assert differences(held(engine), before) == []
