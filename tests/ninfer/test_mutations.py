@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import os
 import random
+import resource
 import shutil
 import tracemalloc
+from contextlib import contextmanager
 
+import numpy as np
 import pytest
 from samples import DATA, EXPECTED, entry, small, small_payload
 
@@ -104,12 +107,30 @@ def test_changed_bytes(name, tmp_path):
     assert min(outcomes.values()) > 20
 
 
+@contextmanager
+def room_for(nbytes):
+    """The process may grow by no more than that; an allocation beyond it is a MemoryError."""
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", ["basic.ninfer", "allfmt.ninfer", "allfmt_split.ninfer", "interop_single.ninfer"])
 def test_changed_bytes_5000_each(name, tmp_path):
+    with room_for(64 << 20):
+        with pytest.raises(MemoryError):
+            np.ones(80 << 20, np.uint8)
+        changed(name, tmp_path, 4000, seed=2)
+    # Tracing every allocation takes four times as long.
     tracemalloc.start()
     try:
-        outcomes = changed(name, tmp_path, 5000, seed=2)
+        outcomes = changed(name, tmp_path, 1000, seed=3)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
