@@ -1,6 +1,6 @@
 """What ``attach`` and ``with_universal_info`` promise, observed on live engines in forked ranks.
 
-``attach_run.py FOLDER CASE`` writes FOLDER/CASE/done.json.
+``attach_run.py FOLDER CASE...`` writes FOLDER/CASE/done.json.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "real"))
 
-import train  # sets the environment that torch and DeepSpeed read when they are imported
+from forks import fork_ranks  # sets the environment of what is imported next
 
 # isort: split
 import deepspeed
 import real_models
 import torch
+import train
 from real_cases import Case
 
 import deepspeed_affine
@@ -141,7 +142,10 @@ def loads(engine: Any, case: Case, folder: Path, info: Any) -> dict[str, Any]:
         spoil()
         deepspeed.DeepSpeedEngine.load_checkpoint(engine, str(folder), "universal")
         found["by the class's own method"] = same()
-        found["no such tag"] = said(lambda: engine.load_checkpoint(str(folder), tag="nowhere"))
+        found["no such tag"] = [
+            said(lambda: engine.load_checkpoint(str(folder), tag="nowhere")),
+            said(lambda: deepspeed.DeepSpeedEngine.load_checkpoint(engine, str(folder), "nowhere")),
+        ]
     return found
 
 
@@ -156,11 +160,12 @@ def main(root: Path, name: str) -> None:
         "run": (case.world, partial(run, case, folder)),
     }
     for stage, (world, work) in works.items():
-        done = train.summarise(train.fork_ranks(world, work, folder / f"log_{stage}", train.CASE_TIMEOUT))
+        done = fork_ranks(world, work, folder / f"log_{stage}")
         if not done["ok"]:
             break
     (folder / "done.json").write_text(json.dumps(done), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).absolute(), sys.argv[2])
+    for each in sys.argv[2:]:
+        main(Path(sys.argv[1]).absolute(), each)

@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-REPOSITORY = HERE.parent.parent
+sys.path.insert(0, str(HERE.parent / "support"))
 sys.path.insert(0, str(HERE))
-from real_cases import Case, by_name  # noqa: E402 (found through the path just set)
+from real_cases import Case, by_name  # noqa: E402 (found through the paths just set)
+from starts import TRANSFORMERS5, Environment, environment_named  # noqa: E402
 
 START_SECONDS, CASE_SECONDS = 300.0, 30.0
 SOURCES = ("train.py", "real_models.py", "real_optimizers.py")
@@ -31,20 +32,6 @@ SOURCES = ("train.py", "real_models.py", "real_optimizers.py")
 def pytest_configure(config: pytest.Config) -> None:
     marker = "cases(*names): the real checkpoints a test takes, so that one process start makes them all"
     config.addinivalue_line("markers", marker)
-
-
-@dataclass(frozen=True, slots=True)
-class Environment:
-    """One set of importable libraries: the installed ones, with others in front."""
-
-    name: str
-    deepspeed: str
-    front: tuple[Path, ...] = ()
-
-    def variables(self) -> dict[str, str]:
-        front = [str(folder) for folder in self.front] + [str(REPOSITORY)]
-        inherited = [path for path in [os.environ.get("PYTHONPATH")] if path]
-        return {**os.environ, "PYTHONPATH": os.pathsep.join([*front, *inherited]), "DS_ACCELERATOR": "cpu"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +62,15 @@ class Outcome:
 class Real:
     """The session's real checkpoints in one environment; everything is made on first use and then reused."""
 
-    def __init__(self, environment: Environment, cache: Path, outputs: Path, wanted: Iterable[str]) -> None:
+    def __init__(
+        self, name: str, deepspeed: str, environment: Environment, cache: Path, outputs: Path, wanted: Iterable[str]
+    ) -> None:
+        self.deepspeed = deepspeed
         self.environment = environment
         digest = hashlib.sha256()
         for source in SOURCES:
             digest.update((HERE / source).read_bytes())
-        self.key = f"{environment.name}-torch{version('torch')}-{digest.hexdigest()[:12]}".replace("+", "-")
+        self.key = f"{name}-torch{version('torch')}-{digest.hexdigest()[:12]}".replace("+", "-")
         self.cache = cache / self.key
         self.outputs = outputs / self.key
         self.wanted = tuple(dict.fromkeys(wanted))
@@ -208,20 +198,20 @@ def outputs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _installed(request: pytest.FixtureRequest, cache_folder: Path, outputs_folder: Path) -> Real:
     pytest.importorskip("transformers", reason="transformers 4.57.6 is needed: pip install -e .[test]")
     installed = version("deepspeed")
-    environment = Environment(f"ds{installed}-hf{version('transformers')}", installed)
     wanted = [name for name in _wanted(request.session) if by_name(name).transformers != 5]
-    return Real(environment, cache_folder, outputs_folder, wanted)
+    return Real(
+        f"ds{installed}-hf{version('transformers')}", installed, Environment(), cache_folder, outputs_folder, wanted
+    )
 
 
 @pytest.fixture(scope="session")
 def _experts(request: pytest.FixtureRequest, cache_folder: Path, outputs_folder: Path) -> Real | None:
-    folder = os.environ.get("DEEPSPEED_AFFINE_TRANSFORMERS5")
-    if not folder:
+    if not os.environ.get("DEEPSPEED_AFFINE_TRANSFORMERS5"):
         return None
     installed = version("deepspeed")
-    environment = Environment(f"ds{installed}-hf5", installed, (Path(folder).absolute(),))
     wanted = [name for name in _wanted(request.session) if by_name(name).transformers == 5]
-    return Real(environment, cache_folder, outputs_folder, wanted)
+    environment = environment_named(TRANSFORMERS5)
+    return Real(f"ds{installed}-hf5", installed, environment, cache_folder, outputs_folder, wanted)
 
 
 @pytest.fixture
@@ -242,12 +232,10 @@ def other_versions(request: pytest.FixtureRequest, cache_folder: Path, outputs_f
 
     def find(wanted_version: str, names: Iterable[str] = ()) -> Real:
         if wanted_version not in made:
-            root = os.environ.get("DEEPSPEED_AFFINE_VERSIONS")
-            folder = Path(root).absolute() / wanted_version if root else None
-            if folder is None or not (folder / "deepspeed").is_dir():
-                pytest.skip(f"DEEPSPEED_AFFINE_VERSIONS names no folder with DeepSpeed {wanted_version}")
-            environment = Environment(f"ds{wanted_version}", wanted_version, (folder,))
-            made[wanted_version] = Real(environment, cache_folder, outputs_folder, names)
+            environment = environment_named(wanted_version)
+            made[wanted_version] = Real(
+                f"ds{wanted_version}", wanted_version, environment, cache_folder, outputs_folder, names
+            )
         return made[wanted_version]
 
     return find

@@ -12,12 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import train  # sets the environment that torch and DeepSpeed read when they are imported
+from forks import fork_ranks, is_before  # sets the environment of what is imported next
 
 # isort: split
 import deepspeed
 import live_models
 import torch
+import train
 
 import deepspeed_affine
 
@@ -43,7 +44,7 @@ def build_engine(kind: str, degree: int, *, load_universal: bool = False) -> Any
     if load_universal:
         for param in model.parameters():
             param.data.fill_(0.5)
-    stale = degree > 1 and train.is_before(0, 19, 6)
+    stale = degree > 1 and is_before(0, 19, 6)
     return deepspeed.initialize(
         model=model, config=config, model_parameters=None if stale else list(model.parameters())
     )[0]
@@ -134,7 +135,7 @@ def run_kind(kind: str, root: Path) -> dict[str, Any]:
     done: dict[str, Any] = {}
 
     def stage(name: str, world: int, work: Any) -> bool:
-        done[name] = train.summarise(train.fork_ranks(world, work, folder / f"log_{name}", TIMEOUT))
+        done[name] = fork_ranks(world, work, folder / f"log_{name}", TIMEOUT)
         return bool(done[name]["ok"])
 
     if stage("save", DEGREE, partial(run_save, kind, folder)):
@@ -142,7 +143,7 @@ def run_kind(kind: str, root: Path) -> dict[str, Any]:
             stage(f"convert_{tag}", 1, partial(convert, kind, folder, tag))
         # Before the first step there are no states, and DeepSpeed's converter then stops in every map.
         stage(f"stock_{TRAINED}", 1, partial(convert_stock, folder, TRAINED))
-        degrees = [DEGREE] if train.is_before(0, 19, 8) else [DEGREE, 1]
+        degrees = [DEGREE] if is_before(0, 19, 8) else [DEGREE, 1]
         for degree in degrees if done[f"convert_{TRAINED}"]["ok"] else []:
             stage(f"load{degree}", degree, partial(run_load, kind, folder, degree))
     return done

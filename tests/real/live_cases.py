@@ -5,45 +5,41 @@ Importable without torch, so that test collection stays cheap.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from live_pairs import BF16_OPTIMIZER, LivePair
 from real_cases import Case
 
 __all__ = ["PAIRS", "Pair", "pair_named"]
 
-BF16_OPTIMIZER = {"data_types": {"grad_accum_dtype": "fp32"}}
+QUICK = ("plain_zero1_fp32", "plain_zero3_fp32", "tp1to2_zero1", "hand2to1", "stage1to3")
+ROUND_ROBIN = {"zero_optimization": {"round_robin_gradients": True}}
 EVEN = {"heads": 4, "kv_heads": 2, "vocab": 32}
 UNEVEN = {"heads": 6, "kv_heads": 3, "vocab": 31}
 WIDE = {"heads": 8, "kv_heads": 4, "vocab": 31}
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """A run that saves, and a run that loads; equal topologies must go on as if nothing had happened."""
+class Pair(LivePair):
+    """A run that saves with ``attach``, and one that loads with it; DeepSpeed alone is tried on what is ``stock``."""
 
-    name: str
-    source: Case
-    target: Case
     convert: tuple[str, ...] = ()
-    attach: dict[str, Any] | None = None
+    attach: Mapping[str, Any] = field(default_factory=dict)
     """Options of the loading run's ``attach``."""
-    error: str | None = None
-    """Where loading must be refused: what is said, as a pattern."""
     lost: str | None = None
     """What DeepSpeed's loader loses whoever asks it: what is said of it, as a pattern."""
-    environment: str = "installed"
-    """``installed``, ``hf5``, or a version of DeepSpeed."""
-    stock: bool = False
-    """Whether DeepSpeed's own converter and loader, without ``attach``, are tried on what was saved too."""
     nodes: bool = False
     """Whether every rank is the first of a machine of its own."""
     damage: str | None = None
     """What is done to the universal folder before it is loaded."""
 
-    @property
-    def same_topology(self) -> bool:
-        return replace(self.source, name="") == replace(self.target, name="")
+    def universal(self, root: Path) -> Path:
+        """The folder that is loaded."""
+        parent = root / self.name if self.damage else self.source_folder(root)
+        return parent / "-".join(["universal", *(option.strip("-") for option in self.convert)])
 
 
 def same(name: str, case: Case, **options: Any) -> Pair:
@@ -80,8 +76,8 @@ def _plain() -> list[Pair]:
         ),
         same("plain_number_step", Case("zero1_fp32"), damage="number_step"),
         same("plain_zero3_nodes", Case("zero3_fp32", stage=3), nodes=True),
-        same("few_zero1", Case("few_zero1", model="few", world=4)),
-        same("few_bf16opt", Case("few_bf16opt", model="few", world=4, dtype="bf16", config=BF16_OPTIMIZER)),
+        same("few_zero1", Case("few_zero1", model="few", world=4, groups=2)),
+        same("few_bf16opt", Case("few_bf16opt", model="few", world=4, groups=2, dtype="bf16", config=BF16_OPTIMIZER)),
     ]
     return pairs
 
@@ -148,7 +144,7 @@ def _experts() -> list[Pair]:
     return [
         same("autoep_zero1", case, environment="hf5", stock=True),
         same("autoep_zero2", replace(case, stage=2), environment="hf5"),
-        same("autoep_zero3", replace(case, stage=3), environment="hf5"),
+        same("autoep_zero3", replace(case, stage=3), environment="hf5", lost="hyperparameters of all parameter groups"),
         same("autoep_dp2", replace(case, world=4), environment="hf5"),
         same("autoep_tp2", replace(case, world=4, tp=2), environment="hf5"),
     ]
@@ -193,6 +189,8 @@ def _refused() -> list[Pair]:
              error=rf"no exp_avg and no exp_avg_sq.*{ours}"),
         same("muon", Case("m", optimizer="muon", config={"zero_optimization": {"reduce_scatter": False}}),
              error=rf"Muon keeps its momentum_buffer whole.*{ours}"),
+        same("round_robin", Case("robin", stage=2, config=ROUND_ROBIN),
+             error=rf"round_robin_gradients on several ranks.*{ours}"),
         same("missing_param", case, damage="missing_param", error=r"parameter 'up\.weight'.*cannot be listed"),
         same("missing_weights", case, damage="missing_weights", error=r"parameter 'up\.weight'.*holds no fp32\.pt"),
         same("truncated", case, damage="truncated", error=r"exp_avg\.pt"),
@@ -202,15 +200,12 @@ def _refused() -> list[Pair]:
     ]  # fmt: skip
 
 
-PAIRS: tuple[Pair, ...] = (
-    *_plain(),
-    *_tensor_parallel(),
-    *_others(),
-    *_scaled(),
-    *_experts(),
-    *_versions(),
-    *_refused(),
-)
+PAIRS: tuple[Pair, ...] = tuple(
+    replace(pair, quick=pair.name in QUICK)
+    for pair in (
+        *_plain(), *_tensor_parallel(), *_others(), *_scaled(), *_experts(), *_versions(), *_refused(),
+    )
+)  # fmt: skip
 
 
 def pair_named(name: str) -> Pair:

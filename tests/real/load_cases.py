@@ -6,26 +6,25 @@ Importable without torch, so that test collection stays cheap.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from live_pairs import BF16_OPTIMIZER, LivePair
 from real_cases import Case
 
-__all__ = ["PAIRS", "Pair", "pair_named", "source_named"]
+__all__ = ["PAIRS", "Pair", "pair_named"]
 
-BF16_OPTIMIZER = {"data_types": {"grad_accum_dtype": "fp32"}}
 WIDE = {"heads": 8, "kv_heads": 4, "vocab": 31}
 UNEVEN = {"heads": 6, "kv_heads": 3, "vocab": 31}
 TIED = {"heads": 4, "kv_heads": 2, "vocab": 32, "tied": True}
+ROUND_ROBIN = {"zero_optimization": {"round_robin_gradients": True}}
 FROZEN = {"frozen": True, "buffers": True}
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """A saved run, by name, and the engine that continues it."""
+class Pair(LivePair):
+    """A run saved by DeepSpeed alone, and the engine that continues it by ``load_checkpoint``."""
 
-    name: str
-    source: Case
-    target: Case
     warm: int = 0
     """How many steps the engine has trained before it loads, so that nothing of them may be left."""
     local_ranks: int = 0
@@ -34,18 +33,14 @@ class Pair:
     """Options of ``load_checkpoint``."""
     fault: str | None = None
     """What is made to go wrong on rank 1 alone."""
-    error: str | None = None
-    """Where every rank must refuse: what is said, as a pattern."""
+    stock_folder: bool = False
+    """Whether DeepSpeed's own converter makes the folder."""
     unrestored: str | None = None
     """What the report must say was not restored, as a pattern; None for nothing at all."""
-    stock: bool = False
-    """Whether DeepSpeed's own ``load_universal`` can take the same folder there; the two are then compared."""
-    environment: str = "installed"
-    quick: bool = False
 
-    @property
-    def same_topology(self) -> bool:
-        return replace(self.source, name="") == replace(self.target, name="")
+    def universal(self, root: Path) -> Path:
+        """The folder that is loaded."""
+        return self.source_folder(root) / ("stock" if self.stock_folder else "universal")
 
 
 def _plain() -> list[Pair]:
@@ -54,6 +49,7 @@ def _plain() -> list[Pair]:
     two = Case("zero2_dp4_bf16", world=4, stage=2, dtype="bf16")
     bf16opt = Case("bf16opt_dp4", world=4, dtype="bf16", config=BF16_OPTIMIZER)
     zero = Case("zero0_dp2", stage=0)
+    robin = Case("robin_dp2", stage=2, config=ROUND_ROBIN)
     hpz = {"zero_optimization": {"zero_hpz_partition_size": 2}}
     return [
         Pair("zero1_same", one, one, warm=1, quick=True),
@@ -65,7 +61,10 @@ def _plain() -> list[Pair]:
         Pair("zero1_to_zero0", one, replace(one, stage=0), warm=1),
         Pair("zero1_to_bf16", one, replace(one, dtype="bf16")),
         Pair("zero1_to_round_robin", one,
-             replace(one, stage=2, world=4, config={"zero_optimization": {"round_robin_gradients": True}}), warm=1),
+             replace(one, stage=2, world=4, config=ROUND_ROBIN), warm=1),
+        Pair("round_robin_same", robin, robin, warm=1),
+        Pair("round_robin_to_dp1", robin, replace(one, world=1)),
+        Pair("round_robin_to_zero3_dp4", robin, replace(one, stage=3, world=4), warm=1),
         Pair("zero1_to_aligned", one,
              replace(one, world=4, config={"zero_optimization": {"parameter_alignment": True}}), warm=1),
         Pair("zero0_same", zero, zero, warm=1),
@@ -183,13 +182,15 @@ def _others() -> list[Pair]:
 
 def _refused() -> list[Pair]:
     case = Case("zero1_dp2", steps=2)
-    robin = Case("robin", stage=2, config={"zero_optimization": {"round_robin_gradients": True}})
+    robin = Case("robin_dp2", stage=2, config=ROUND_ROBIN)
     narrow = Case("narrow", model_options={"unused": True})
     return [
         Pair("one_rank_elsewhere", case, case, fault="elsewhere", error=r"is no folder"),
         Pair("one_rank_cannot_read", case, case, fault="reading", error=r"was loaded in part.*made to fail"),
         Pair("one_rank_breaks", case, case, fault="bug", error=r"made to break"),
-        Pair("round_robin_source", robin, case, error=r"is not what the module held when it was saved"),
+        Pair(
+            "round_robin_source", robin, case, stock_folder=True, error=r"is not what the module held when it was saved"
+        ),
         Pair("missing", case, narrow, error=r"2 missing\.\nparameter unused\.\w+: is in the model and not in"),
         Pair("unexpected", narrow, case, error=r"2 unexpected\.\nparameter unused\.\w+: is in the checkpoint and not"),
     ]
@@ -234,7 +235,3 @@ PAIRS: tuple[Pair, ...] = (
 
 def pair_named(name: str) -> Pair:
     return next(pair for pair in PAIRS if pair.name == name)
-
-
-def source_named(name: str) -> Case:
-    return next(pair.source for pair in PAIRS if pair.source.name == name)

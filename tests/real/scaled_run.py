@@ -14,12 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import train  # sets the environment that torch and DeepSpeed read when they are imported
+from forks import fork_ranks  # sets the environment of what is imported next
 
 # isort: split
 import deepspeed
 import fused_run
 import torch
+import train
 from deepspeed.module_inject import layers
 from deepspeed.module_inject.tp_shard import AutoTPMeta
 from real_models import _SumGradient
@@ -136,7 +137,7 @@ def main(root: Path) -> None:
     done: dict[str, Any] = {}
 
     def stage(name: str, world: int, work: Any) -> None:
-        done[name] = train.summarise(train.fork_ranks(world, work, root / f"log_{name}", fused_run.TIMEOUT))
+        done[name] = fork_ranks(world, work, root / f"log_{name}", fused_run.TIMEOUT)
         print(name, done[name]["ok"] or done[name]["error"], flush=True)
 
     stage("save", 2, partial(run_save, root))

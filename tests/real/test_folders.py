@@ -50,7 +50,7 @@ def test_inspect_describes_it(real, capsys, case):
         if digits.isdigit() and not (axis == "dp" and topology["ep"] > 1):
             assert topology[axis] == int(digits), axis
     assert topology["zero_stage"] == int(case.partition("zero")[2][0])
-    assert found["versions"]["deepspeed"] == [real.environment.deepspeed]
+    assert found["versions"]["deepspeed"] == [real.deepspeed]
     assert found["steps"]["global_steps"] == trained.case.steps
     files = [path for path in trained.folder.iterdir() if path.is_file()]
     assert sum(each["count"] for each in found["files"].values()) == len(files)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from real_shards import read_state, same_bytes
+from starts import INSTALLED, Starts
 
 from deepspeed_affine.ir import ParamAffineMap
 
-HERE = Path(__file__).parent
-REPOSITORY = HERE.parent.parent
 DEGREE = 2
 KINDS = ("bigcode", "codegen", "bloom", "falcon", "phi3", "qwen", "glm", "yuan")
 UNDESCRIBED = ("bigcode", "codegen", "yuan")
@@ -37,42 +32,15 @@ STATES = ("fp32", "exp_avg", "exp_avg_sq")
 pytestmark = pytest.mark.real
 
 
-class Runs:
-    """What ``fused_run.py`` left for every kind it ran in one environment."""
-
-    def __init__(self, root, front=()):
-        self.root = root
-        self.front = front
-        self.done = {}
-
-    def of(self, kind, kinds):
-        if kind not in self.done:
-            inherited = [path for path in [os.environ.get("PYTHONPATH")] if path]
-            path = os.pathsep.join([*map(str, self.front), str(REPOSITORY), *inherited])
-            ended = subprocess.run(
-                [sys.executable, str(HERE / "fused_run.py"), str(self.root), *kinds],
-                env={**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu"},
-                capture_output=True,
-                text=True,
-                timeout=1200,
-            )
-            assert ended.returncode == 0, ended.stderr[-4000:]
-            self.done = {each: json.loads((self.root / each / "done.json").read_text()) for each in kinds}
-        return self.root / kind, self.done[kind]
-
-
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    return Runs(tmp_path_factory.mktemp("fused"))
+def starts(tmp_path_factory):
+    wanted = {INSTALLED: KINDS, **dict.fromkeys(VERSIONS, UNDESCRIBED)}
+    return Starts(Path(__file__).with_name("fused_run.py"), tmp_path_factory.mktemp("fused"), wanted)
 
 
-@pytest.fixture(scope="module", params=VERSIONS)
-def older(request, tmp_path_factory):
-    root = os.environ.get("DEEPSPEED_AFFINE_VERSIONS")
-    folder = Path(root).absolute() / request.param if root else None
-    if folder is None or not (folder / "deepspeed").is_dir():
-        pytest.skip(f"DEEPSPEED_AFFINE_VERSIONS names no folder with DeepSpeed {request.param}")
-    return Runs(tmp_path_factory.mktemp("fused_older"), (folder,))
+def run(starts, environment, kind):
+    """The folder of a kind, and how each stage of it ended."""
+    return starts.root(environment) / kind, starts.done(environment, kind)
 
 
 def saved(folder):
@@ -129,8 +97,8 @@ def check_loaded(kind, folder, done, degree):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_cut_comes_back_at_the_same_degree_and_at_one(installed, kind):
-    folder, done = installed.of(kind, KINDS)
+def test_what_was_cut_comes_back_at_the_same_degree_and_at_one(starts, kind):
+    folder, done = run(starts, INSTALLED, kind)
     _, truths = check_saved(kind, folder, done)
     again = check_loaded(kind, folder, done, DEGREE)
     alone = check_loaded(kind, folder, done, 1)
@@ -144,8 +112,8 @@ def test_what_was_cut_comes_back_at_the_same_degree_and_at_one(installed, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_deepspeeds_own_converter_reads_the_same_checkpoint(installed, kind):
-    folder, done = installed.of(kind, KINDS)
+def test_deepspeeds_own_converter_reads_the_same_checkpoint(starts, kind):
+    folder, done = run(starts, INSTALLED, kind)
     if kind in DRIFTING:
         assert "hold different data for the same block" in done["stock_trained"]["error"]
         return
@@ -156,9 +124,10 @@ def test_deepspeeds_own_converter_reads_the_same_checkpoint(installed, kind):
             assert same_bytes(read_state(folder / "universal_trained", name, state), theirs), (name, state)
 
 
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", UNDESCRIBED)
-def test_versions_that_called_them_unsupported_keep_them_too(older, kind):
-    folder, done = older.of(kind, UNDESCRIBED)
+def test_versions_that_called_them_unsupported_keep_them_too(starts, kind, version):
+    folder, done = run(starts, version, kind)
     _, truths = check_saved(kind, folder, done)
     assert "probe" in done["save"]["ranks"][0]["sources"].values()
     # That version's converter reads no map, and stops.

@@ -2,136 +2,72 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import live_checks as checks
 import pytest
-import real_shards
 import torch
-from conftest import HERE, Environment
 from load_cases import PAIRS, Pair, pair_named
+from starts import Starts, asked
 
 pytestmark = pytest.mark.real
 
-Done = tuple[Pair, Path, Path, dict[str, Any]]
-Loaded = Callable[[str], Done]
+LOADED = checks.chosen(PAIRS, lambda pair: pair.error is None)
+REFUSED = checks.chosen(PAIRS, lambda pair: pair.error is not None)
+
+
+class Run:
+    """A pair that was run: what each rank reported of the load, and what the ranks held."""
+
+    def __init__(self, pair: Pair, root: Path, done: dict[str, Any]) -> None:
+        for stage, ended in done.items():
+            assert ended["ok"], f"{stage}: {ended['error']}"
+        self.pair = pair
+        self.ranks = done["load"]["ranks"]
+        self.source = pair.source_folder(root)
+        self.folder = root / pair.name
+
+    @property
+    def before(self) -> list[dict[str, Any]]:
+        return checks.held(self.source / "held", self.pair.source.world)
+
+    @property
+    def now(self) -> list[dict[str, Any]]:
+        return checks.held(self.folder / "held", self.pair.target.world)
 
 
 @pytest.fixture(scope="module")
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    """From a pair's name to the pair, its folder, its source's, and how it ended; one process start runs all of an
-    environment that are asked for in this session."""
-    wanted: dict[str, list[str]] = defaultdict(list)
-    for item in request.session.items:
-        callspec = getattr(item, "callspec", None)
-        if callspec is not None and item.path == Path(__file__) and "pair" in callspec.params:
-            name = callspec.params["pair"]
-            if name not in wanted[pair_named(name).environment]:
-                wanted[pair_named(name).environment].append(name)
-    root = tmp_path_factory.mktemp("loaded")
-    ran: set[str] = set()
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """From a pair's name to its run."""
+    wanted = asked(request, "pair", lambda name: (pair_named(name).environment, name))
+    starts = Starts(Path(__file__).with_name("live_load.py"), tmp_path_factory.mktemp("loaded"), wanted)
 
-    def run(name: str) -> Done:
+    def run(name: str) -> Run:
         pair = pair_named(name)
-        if pair.environment not in ran:
-            ran.add(pair.environment)
-            _launch(_environment(pair.environment), root, wanted[pair.environment])
-        folder = root / name
-        done = json.loads((folder / "done.json").read_text(encoding="utf-8"))
-        for stage in ("save", "convert", "load"):
-            assert done[stage]["ok"], f"{stage}: {done[stage]['error']}"
-        return pair, folder, root / "sources" / pair.source.name, done["load"]
+        return Run(pair, starts.root(pair.environment), starts.done(pair.environment, name))
 
     return run
 
 
-def _environment(name: str) -> Environment:
-    if name == "installed":
-        return Environment(name, "")
-    variable = "DEEPSPEED_AFFINE_TRANSFORMERS5" if name == "hf5" else "DEEPSPEED_AFFINE_VERSIONS"
-    found = os.environ.get(variable)
-    if not found:
-        pytest.skip(f"{variable} is not set; it names where {name} is")
-    folder = Path(found).absolute()
-    return Environment(name, "", (folder if name == "hf5" else folder / name,))
-
-
-def _launch(environment: Environment, root: Path, names: list[str]) -> None:
-    command = [sys.executable, str(HERE / "live_load.py"), str(root), *names]
-    timeout = 120.0 + 60.0 * len(names)
-    ended = subprocess.run(command, env=environment.variables(), capture_output=True, text=True, timeout=timeout)
-    assert ended.returncode == 0, f"{' '.join(command)}\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}"
-
-
-def held(folder: Path, world: int) -> list[dict[str, Any]]:
-    return [torch.load(folder / "held" / f"rank{rank}.pt", weights_only=False) for rank in range(world)]
-
-
-def chosen(condition: Callable[[Pair], bool]) -> list[Any]:
-    return [
-        pytest.param(pair.name, marks=[pytest.mark.quick] if pair.quick else [], id=pair.name)
-        for pair in PAIRS
-        if condition(pair)
-    ]
-
-
-LOADED = chosen(lambda pair: pair.error is None)
-REFUSED = chosen(lambda pair: pair.error is not None)
-
-
-def stored_whole(pair: Pair, universal: Path, name: str, state: str, before: list[dict[str, Any]]) -> torch.Tensor:
-    """F of one state, in its shape: files of ZeRO-3 without tensor parallelism are flat."""
-    full = real_shards.read_state(universal, name, state)
-    if full.dim() == 1 and pair.source.tp == 1 and not real_shards.is_expert(pair.source, name):
-        for rank in before:
-            for local, states in rank["params"].items():
-                if real_shards.universal_name(pair.source, 0, local) == name and states["fp32"].numel() == full.numel():
-                    return full.reshape(states["fp32"].shape)
-    return full
-
-
-def real_rows(pair: Pair, rank: int, height: int) -> int:
-    """How many rows of its part of the vocabulary belong to a token; the others are padding."""
-    return max(0, min(height, 13 - rank % pair.target.tp * height))
-
-
 @pytest.mark.parametrize("pair", LOADED)
-def test_every_rank_holds_its_shard_of_what_was_stored_byte_for_byte(loaded: Loaded, pair: str) -> None:
-    facts, folder, source, _ = loaded(pair)
-    before, now = held(source, facts.source.world), held(folder, facts.target.world)
-    compared, universal = 0, source / "universal"
-    for rank, holding in enumerate(now):
-        for name, states in holding["params"].items():
-            known = real_shards.universal_name(facts.target, rank, name)
-            for state, shard in states.items():
-                if name in holding["frozen"] or not (universal / "zero" / known / f"{state}.pt").is_file():
-                    continue
-                full = stored_whole(facts, universal, known, state, before)
-                shards = [other["params"].get(name, {}).get(state, shard) for other in now]
-                mine = real_shards.cut(full, replace(facts.target, stage=1), name, rank, shards)
-                if name == "word_embeddings.weight" and facts.target.model == "hand_tp":
-                    kept = real_rows(facts, rank, shard.shape[0])
-                    assert not shard[kept:].any(), "padding of the vocabulary starts as zeros"
-                    mine, shard = mine[:kept], shard[:kept]
-                assert real_shards.same_bytes(mine, shard), f"rank {rank}: {name}:{state}"
-                compared += 1
-    has_states = facts.source.stage and facts.source.steps
+def test_every_rank_holds_its_shard_of_what_was_stored_byte_for_byte(loaded: Callable[[str], Run], pair: str) -> None:
+    run = loaded(pair)
+    wrong, compared = checks.wrong_shards(run.pair, run.source / "universal", run.before, run.now)
+    assert wrong == []
+    has_states = run.pair.source.stage and run.pair.source.steps
     assert compared >= (12 if has_states else 5)
 
 
 @pytest.mark.parametrize("pair", LOADED)
-def test_low_precision_weights_follow_and_frozen_ones_and_buffers_come_back(loaded: Loaded, pair: str) -> None:
-    facts, folder, source, _ = loaded(pair)
-    before, now = held(source, facts.source.world), held(folder, facts.target.world)
-    for holding in now:
+def test_low_precision_weights_follow_and_frozen_ones_and_buffers_come_back(
+    loaded: Callable[[str], Run], pair: str
+) -> None:
+    run = loaded(pair)
+    before = run.before
+    for holding in run.now:
         for name, low in holding["low"].items():
             master = holding["params"][name]["fp32"]
             assert torch.equal(low, master.reshape(low.shape).to(low.dtype)), name
@@ -143,10 +79,10 @@ def test_low_precision_weights_follow_and_frozen_ones_and_buffers_come_back(load
 
 
 @pytest.mark.parametrize("pair", LOADED)
-def test_the_report_says_what_was_restored_and_what_not(loaded: Loaded, pair: str) -> None:
-    facts, folder, source, done = loaded(pair)
-    before, now = held(source, facts.source.world), held(folder, facts.target.world)
-    for rank in done["ranks"]:
+def test_the_report_says_what_was_restored_and_what_not(loaded: Callable[[str], Run], pair: str) -> None:
+    run = loaded(pair)
+    facts, before, now = run.pair, run.before, run.now
+    for rank in run.ranks:
         assert (rank["note"], rank["epoch"]) == ("saved by stock", [3, 4])
         left = [row for row in rank["not_restored"] if not re.search(facts.unrestored or "(?!)", row)]
         assert left == []
@@ -165,26 +101,15 @@ def test_the_report_says_what_was_restored_and_what_not(loaded: Loaded, pair: st
                 }
     needed = sum(states[state].nbytes for holding in now for states in holding["params"].values() for state in states)
     # Replicas along data parallelism are read once a fragment, never whole.
-    assert sum(rank["bytes_read"] for rank in done["ranks"]) <= needed + 8 * len(now) * 100
+    assert sum(rank["bytes_read"] for rank in run.ranks) <= needed + 8 * len(now) * 100
 
 
 @pytest.mark.parametrize("pair", LOADED)
-def test_training_goes_on(loaded: Loaded, pair: str) -> None:
-    facts, folder, source, _ = loaded(pair)
-    before, now = held(source, facts.source.world), held(folder, facts.target.world)
+def test_training_goes_on(loaded: Callable[[str], Run], pair: str) -> None:
+    run = loaded(pair)
+    facts, before, now = run.pair, run.before, run.now
     if facts.same_topology:
-        for rank, (saved, continued) in enumerate(zip(before, now, strict=True)):
-            assert continued["next_losses"] == saved["next_losses"]
-            assert continued["after"]["steps"] == saved["after"]["steps"]
-            assert continued["after"]["step_types"] == saved["after"]["step_types"]
-            assert continued["after"]["groups"] == saved["after"]["groups"]
-            for name, states in saved["after"]["params"].items():
-                for state, value in states.items():
-                    rows = slice(None)
-                    if name == "word_embeddings.weight" and facts.target.model == "hand_tp":
-                        rows = slice(0, real_rows(facts, rank, value.shape[0]))
-                    got = continued["after"]["params"][name][state][rows]
-                    assert real_shards.same_bytes(value[rows], got), f"{name}:{state}"
+        assert checks.wrong_after(facts.target, before, now) == []
         return
     if facts.unrestored is not None or facts.source.model in ("moe", "mixtral"):
         # Other states or hyperparameters, or tokens routed among those of another number of ranks.
@@ -192,25 +117,24 @@ def test_training_goes_on(loaded: Loaded, pair: str) -> None:
     if facts.source.model_options.get("buffers") and facts.source.dp != facts.target.dp:
         # Every rank normalises over its own part of the batch.
         return
-    dtypes = {facts.source.dtype, facts.target.dtype}
-    tolerance = 1e-2 if len(dtypes) > 1 else 1e-6 if dtypes == {"fp32"} else 1e-3
-    assert now[0]["next_losses"] == pytest.approx(before[0]["next_losses"], rel=tolerance)
+    losses, expected = checks.next_losses(facts, before, now)
+    assert losses == expected
 
 
-@pytest.mark.parametrize("pair", chosen(lambda pair: pair.stock))
-def test_it_is_what_deepspeeds_own_loader_makes_of_the_folder(loaded: Loaded, pair: str) -> None:
-    facts, folder, _, done = loaded(pair)
-    for rank, holding in zip(done["ranks"], held(folder, facts.target.world), strict=True):
+@pytest.mark.parametrize("pair", checks.chosen(PAIRS, lambda pair: pair.stock))
+def test_it_is_what_deepspeeds_own_loader_makes_of_the_folder(loaded: Callable[[str], Run], pair: str) -> None:
+    run = loaded(pair)
+    for rank, holding in zip(run.ranks, run.now, strict=True):
         assert rank["stock"]["differs"] == []
         assert rank["stock"]["next_losses"] == holding["next_losses"]
 
 
 @pytest.mark.parametrize("pair", REFUSED)
-def test_a_fault_of_one_rank_ends_all_of_them_and_changes_nothing(loaded: Loaded, pair: str) -> None:
-    facts, _, _, done = loaded(pair)
-    said = {rank["refused"] for rank in done["ranks"]}
+def test_a_fault_of_one_rank_ends_all_of_them_and_changes_nothing(loaded: Callable[[str], Run], pair: str) -> None:
+    run = loaded(pair)
+    said = {rank["refused"] for rank in run.ranks}
     for text in said:
-        assert re.search(facts.error, text, re.DOTALL), text
-    assert all(rank["changed"] == [] for rank in done["ranks"])
-    if facts.fault != "bug":
+        assert re.search(run.pair.error, text, re.DOTALL), text
+    assert all(rank["changed"] == [] for rank in run.ranks)
+    if run.pair.fault != "bug":
         assert len(said) == 1

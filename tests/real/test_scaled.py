@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from real_shards import read_state, same_bytes
+from starts import Environment
 
-HERE = Path(__file__).parent
-REPOSITORY = HERE.parent.parent
 BIASES = ("o_proj.bias", "conv2.conv.bias")
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
 POWERS = {"fp32": 1, "exp_avg": -1, "exp_avg_sq": -2}
@@ -25,14 +23,9 @@ pytestmark = pytest.mark.real
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     root = tmp_path_factory.mktemp("scaled")
-    inherited = [path for path in [os.environ.get("PYTHONPATH")] if path]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *inherited]),
-        "DS_ACCELERATOR": "cpu",
-    }
-    command = [sys.executable, str(HERE / "scaled_run.py"), str(root)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    command = [sys.executable, str(Path(__file__).with_name("scaled_run.py")), str(root)]
+    variables = Environment().variables()
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=900)
     assert ended.returncode == 0, ended.stderr[-4000:]
     return root, json.loads((root / "done.json").read_text())
 

@@ -1,51 +1,33 @@
 """Trains, saves, converts with DeepSpeed's converter, and loads real checkpoints, many cases per start.
 
-``train.py train --root DIR CASE...`` imports torch and deepspeed once and forks the ranks of each case, because the
-two imports cost more than the training.  Ranks meet through a file, so no port is taken.  Under
-``python -m torch.distributed.run`` (RANK set) each process is one rank of every case instead.
+``train.py train --root DIR CASE...`` forks the ranks of each case.
 """
-
-# ruff: noqa: E402 (torch and DeepSpeed read the environment when they are imported)
 
 from __future__ import annotations
 
-import os
-
-for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ[_name] = "1"
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Muon compiles its update, which takes a minute here and changes no layout.
-os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-
 import argparse
 import json
-import signal
-import sys
+import os
 import time
-import traceback
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from forks import Work, fork_ranks, is_before  # sets the environment of what is imported next
+
+# isort: split
 import deepspeed
 import real_models as models
 import real_optimizers as optimizers
 import torch
 from real_cases import Case, by_name
 
-CASE_TIMEOUT = 150.0
 AUTOTP_MODELS = ("llama", "own_tp", "mixtral")
 STEP_TAG = "global_step"
 
 
 def checkpoint_folder(root: Path, case: Case) -> Path:
     return root / case.name / f"{STEP_TAG}{case.steps}"
-
-
-def is_before(*release: int) -> bool:
-    return tuple(int(part) for part in deepspeed.__version__.split("+")[0].split(".")[:3]) < release
 
 
 # ---------------------------------------------------------------- one rank
@@ -266,6 +248,8 @@ def gather_truth(engine: Any, case: Case) -> dict[str, Any]:
         params[name] = entry
     if case.optimizer == "muon" and case.stage in (1, 2):
         add_whole_momentum(engine, params)
+    if case.config.get("zero_optimization", {}).get("round_robin_gradients"):
+        take_by_address(engine, params)
     frozen = [name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad]
     return {
         "params": params,
@@ -285,6 +269,24 @@ def add_whole_momentum(engine: Any, params: dict[str, dict[str, torch.Tensor]]) 
             whole = momentum[offset : offset + parameter.numel()]
             params[names[id(parameter)]]["momentum_buffer"] = whole.clone().reshape(parameter.shape)
             offset += parameter.numel()
+
+
+def take_by_address(engine: Any, params: dict[str, dict[str, torch.Tensor]]) -> None:
+    """Weights and states by where the parameter lies in its group's flat buffer, where the links lead elsewhere."""
+    optimizer = engine.optimizer
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    for index, partition in enumerate(optimizer.single_partition_of_fp32_groups):
+        group = optimizer.real_dp_process_group[index]
+        flat = optimizer.bit16_groups_flat[index]
+        kept = {key: value for key, value in optimizer.optimizer.state[partition].items() if value.dim()}
+        for key, value in {"fp32": partition.detach(), **kept}.items():
+            parts = [torch.empty_like(value) for _ in range(torch.distributed.get_world_size(group))]
+            torch.distributed.all_gather(parts, value, group=group)
+            whole = torch.cat(parts)
+            for parameter in optimizer.bit16_groups[index]:
+                start = (parameter.data_ptr() - flat.data_ptr()) // parameter.element_size()
+                held = whole[start : start + parameter.numel()].reshape(parameter.shape)
+                params[names[id(parameter)]][key] = held.clone()
 
 
 def run_train(case: Case, root: Path) -> dict[str, Any]:
@@ -363,79 +365,7 @@ def run_load(case: Case, root: Path, universal: Path) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------- processes
-
-
-def rank_main(work: Callable[[], dict[str, Any]], rank: int, world: int, store: Path, outcome: Path) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world),
-        LOCAL_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="0",
-    )
-    try:
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-        deepspeed.init_distributed(dist_backend="gloo")
-        result: dict[str, Any] = {"ok": True, **work()}
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-    except BaseException as error:
-        traceback.print_exc()
-        result = {"ok": False, "error": f"{type(error).__name__}: {error}"[:600]}
-    outcome.write_text(json.dumps(result), encoding="utf-8")
-
-
-def fork_ranks(world: int, work: Callable[[], dict[str, Any]], folder: Path, timeout: float) -> list[dict[str, Any]]:
-    folder.mkdir(parents=True, exist_ok=True)
-    store = folder / "store"
-    for stale in [store, *folder.glob("rank*")]:
-        stale.unlink(missing_ok=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    children: dict[int, int] = {}
-    for rank in range(world):
-        child = os.fork()
-        if child == 0:
-            log = os.open(folder / f"rank{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            try:
-                rank_main(work, rank, world, store, folder / f"rank{rank}.json")
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(0)
-        children[child] = rank
-    deadline = time.monotonic() + timeout
-    waiting = dict(children)
-    while waiting and time.monotonic() < deadline:
-        for child in list(waiting):
-            if os.waitpid(child, os.WNOHANG)[0]:
-                rank = waiting.pop(child)
-                written = folder / f"rank{rank}.json"
-                # One failed rank leaves the others in a collective they never leave: a short grace, then they end.
-                if not written.exists() or not json.loads(written.read_text())["ok"]:
-                    deadline = min(deadline, time.monotonic() + 3)
-        time.sleep(0.02)
-    for child in waiting:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    outcomes = []
-    for rank in range(world):
-        written = folder / f"rank{rank}.json"
-        outcomes.append(
-            json.loads(written.read_text()) if written.exists() else {"ok": False, "error": "ended without a result"}
-        )
-    return outcomes
-
-
-def summarise(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
-    errors = [f"rank {rank}: {outcome['error']}" for rank, outcome in enumerate(outcomes) if not outcome["ok"]]
-    told = [text for text in errors if "ended without" not in text] or errors
-    return {"ok": not errors, "error": told[0] if told else None, "ranks": outcomes}
+# ---------------------------------------------------------------- conversion and the command
 
 
 def convert_stock(source: Path, target: Path) -> dict[str, Any]:
@@ -455,11 +385,11 @@ def convert_stock(source: Path, target: Path) -> dict[str, Any]:
     return {}
 
 
-def convert_affine(source: Path, target: Path) -> dict[str, Any]:
+def convert_affine(source: Path, target: Path, *options: str) -> dict[str, Any]:
     from deepspeed_affine.cli import ds_to_universal
 
-    options = ["--affine", "--input_folder", str(source), "--output_folder", str(target), "--inject_missing_state"]
-    code = ds_to_universal([*options, "--no-fsync"])
+    folders = ["--input_folder", str(source), "--output_folder", str(target)]
+    code = ds_to_universal(["--affine", *folders, "--inject_missing_state", "--no-fsync", *options])
     if code:
         raise RuntimeError(f"exit code {code}")
     return {}
@@ -472,12 +402,9 @@ def main() -> None:
     parser.add_argument(
         "--universal", type=Path, help="load: folder that holds CASE/universal; stock: where to put them"
     )
-    parser.add_argument("--report", type=Path, help="also write every outcome here as JSON")
-    parser.add_argument("--timeout", type=float, default=CASE_TIMEOUT)
     parser.add_argument("cases", nargs="+")
     args = parser.parse_args()
     root: Path = args.root.absolute()
-    report = {}
     for name in args.cases:
         case = by_name(name)
         began = time.monotonic()
@@ -487,21 +414,17 @@ def main() -> None:
         target = (args.universal or root).absolute() / name / "universal"
         logs = (folder if args.verb == "train" else target.parent) / f"log_{args.verb}"
         source = checkpoint_folder(root, case)
-        works: dict[str, tuple[int, Callable[[], dict[str, Any]]]] = {
+        works: dict[str, tuple[int, Work]] = {
             "train": (case.world, partial(run_train, case, root)),
             "stock": (1, partial(convert_stock, source, target)),
             "affine": (1, partial(convert_affine, source, target)),
             "load": (case.world, partial(run_load, case, root, target)),
         }
         world, work = works[args.verb]
-        outcomes = fork_ranks(world, work, logs, args.timeout)
-        result = summarise(outcomes)
+        result = fork_ranks(world, work, logs)
         result["seconds"] = round(time.monotonic() - began, 2)
-        report[name] = result
         print(f"{args.verb} {name}: {'ok' if result['ok'] else result['error']} ({result['seconds']} s)", flush=True)
         (target.parent if args.verb != "train" else folder).joinpath(f"{args.verb}.json").write_text(json.dumps(result))
-    if args.report:
-        args.report.write_text(json.dumps(report), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import train  # sets the environment that torch and DeepSpeed read when they are imported
+from forks import fork_ranks  # sets the environment of what is imported next
 
 # isort: split
 import deepspeed
 import torch
+import train
 from real_cases import Case
 from real_models import Plain
 from torch import nn
@@ -37,9 +38,15 @@ class Few(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).float().flatten(0, 1), tokens.flatten())
 
 
-def few(case: Case) -> Any:
-    model = Few()
+def configured(case: Case, load_universal: bool) -> dict[str, Any]:
     config = train.build_config(case)
+    config["checkpoint"] = {"load_universal": load_universal}
+    return config
+
+
+def few(case: Case, *, load_universal: bool = False) -> Any:
+    model = Few()
+    config = configured(case, load_universal)
     config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
     groups = [
         {"params": [model.embed.weight, model.head.weight]},
@@ -58,12 +65,12 @@ def adafactor(case: Case) -> Any:
     return deepspeed.initialize(model=model, config=config, optimizer=optimizer)[0]
 
 
-def sequence(case: Case) -> Any:
+def sequence(case: Case, *, load_universal: bool = False) -> Any:
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
     parallel_state_sp.initialize_sequence_parallel(2)
     model = Plain()
-    config = train.build_config(case)
+    config = configured(case, load_universal)
     # Its ranks together are one micro batch.
     del config["gradient_accumulation_steps"]
     config["train_batch_size"] = 2 * case.world // 2
@@ -73,6 +80,12 @@ def sequence(case: Case) -> Any:
     return deepspeed.initialize(model=model, config=config, model_parameters=parameters, mpu=parallel_state_sp)[0]
 
 
+def ordinary(case: Case) -> Any:
+    return _build_engine(case, load_universal=False)
+
+
+_build_engine = train.build_engine
+TURNS = {"zero_optimization": {"round_robin_gradients": True}}
 BF16 = {"data_types": {"grad_accum_dtype": "fp32"}}
 KINDS = {
     "few_bf16opt": (few, Case("few_bf16opt", world=4, groups=2, dtype="bf16", config=BF16)),
@@ -81,6 +94,8 @@ KINDS = {
     "few_zero3": (few, Case("few_zero3", world=4, groups=2, stage=3)),
     "adafactor_zero1": (adafactor, Case("adafactor_zero1", world=2)),
     "adafactor_zero3": (adafactor, Case("adafactor_zero3", world=2, stage=3)),
+    "turns_zero1": (ordinary, Case("turns_zero1", groups=2, config=TURNS)),
+    "turns_zero2": (ordinary, Case("turns_zero2", world=4, stage=2, dtype="bf16", config=TURNS)),
     "sequence_zero1": (sequence, Case("sequence_zero1", world=4)),
     "sequence_zero3": (sequence, Case("sequence_zero3", world=4, stage=3)),
 }
@@ -97,8 +112,7 @@ def main(root: Path, kinds: list[str]) -> None:
         train.build_engine = engine
         folder = root / kind
         folder.mkdir(parents=True, exist_ok=True)
-        outcomes = train.fork_ranks(case.world, partial(train.run_train, case, root), folder / "log", 150.0)
-        result = train.summarise(outcomes)
+        result = fork_ranks(case.world, partial(train.run_train, case, root), folder / "log")
         (folder / "train.json").write_text(json.dumps(result), encoding="utf-8")
         print(f"{kind}: {'ok' if result['ok'] else result['error']}", flush=True)
 
