@@ -5,13 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType, MethodType, TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_affine.errors import AffineError, PolicyError
 from deepspeed_affine.hooks.client_state import ATTRIBUTE, HANDLE, saves_attribute, stated_info, universal_info
 from deepspeed_affine.hooks.given import require_engine, require_info
-from deepspeed_affine.hooks.guarded_load import guarded
+from deepspeed_affine.hooks.guarded_load import bind_guard
 from deepspeed_affine.hooks.instances import Instances
 from deepspeed_affine.hooks.layouts import described
 from deepspeed_affine.hooks.restoring import Restorer
@@ -92,7 +92,7 @@ def attach(engine: Any, *, info: Mapping[str, Any] | None = None, scaled_states:
         if engine.optimizer is not None:
             restorer = Restorer(engine, params, refused, policy)
             restorer.bind(instances)
-            instances.put(engine, "load_checkpoint", MethodType(guarded(restorer, engine.load_checkpoint), engine))
+            bind_guard(engine, restorer, instances)
     except BaseException:
         instances.restore()
         raise

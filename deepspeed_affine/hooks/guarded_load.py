@@ -1,4 +1,4 @@
-"""``engine.load_checkpoint`` of one attached engine: DeepSpeed's own, with what it cannot do said before it starts.
+"""Loading by one attached engine: DeepSpeed's own, with what it cannot do said before it starts.
 
 A fault that one rank finds in the middle of loading leaves the others waiting in a collective. So every rank looks
 first, at names and shapes only, and all of them raise what any of them found.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
 from inspect import signature
-from typing import Any
+from types import MethodType
+from typing import TYPE_CHECKING, Any
 
 from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults, UnsupportedLayoutError
 from deepspeed_affine.hooks.agreement import together
@@ -21,7 +21,10 @@ from deepspeed_affine.hooks.stored_params import FP32, STEP
 from deepspeed_affine.hooks.wholeness import check_whole
 from deepspeed_affine.storage.universal import scan_universal
 
-__all__ = ["guarded"]
+if TYPE_CHECKING:
+    from deepspeed_affine.hooks.instances import Instances
+
+__all__ = ["bind_guard"]
 
 OURS = "deepspeed_affine.load_checkpoint(engine, load_dir)"
 ADAM = (FP32, "exp_avg", "exp_avg_sq")
@@ -31,40 +34,44 @@ _WEIGHTS_ONLY = "load_module_checkpoint_state_from_checkpoint_dir_stage3"
 """The ZeRO-3 optimizer's method for weights alone; versions without it load the states in any case."""
 
 
-def guarded(restorer: Restorer, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """A method for one engine that loads as ``stock`` does, by way of ``restorer`` for a universal checkpoint."""
+def bind_guard(engine: Any, restorer: Restorer, instances: Instances) -> None:
+    """``engine`` loads a universal checkpoint by way of ``restorer``, however its ``load_checkpoint`` is called.
 
-    def load_checkpoint(engine: Any, load_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's ``load_checkpoint``, with every parameter cut by its own map under ``load_universal``."""
+    That method asks two of the instance's own for all it does, also where a caller takes it from the class:
+    ``_load_checkpoint``, with the tag it has found, and then ``_load_zero_checkpoint``.
+    """
+    stock, stock_zero = engine._load_checkpoint, engine._load_zero_checkpoint
+
+    def load(engine: Any, load_dir: str, tag: Any, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's, once every rank has found that it can do what it is about to do."""
         if not engine.load_universal_checkpoint():
             return stock(load_dir, tag, *args, **kwargs)
-        found = tag if tag is not None else _latest(load_dir)
-        if found is not None:
-            folder = os.path.join(load_dir, str(found))
-            options = signature(stock).bind(load_dir, tag, *args, **kwargs).arguments
-            weights_only = options.get("load_module_only", False) or not options.get("load_optimizer_states", True)
-            with together(folder) as faults, restorer.stand_ins():
-                _check(engine, restorer, load_dir, str(found), bool(weights_only), faults)
+        options = signature(stock).bind(load_dir, tag, *args, **kwargs).arguments
+        weights_only = options.get("load_module_only", False) or not options.get("load_optimizer_states", True)
+        try:
+            with together(os.path.join(load_dir, str(tag))) as faults, restorer.stand_ins():
+                _check(engine, restorer, load_dir, str(tag), bool(weights_only), faults)
+            return stock(load_dir, tag, *args, **kwargs)
+        except BaseException:
+            restorer.forget()
+            raise
+
+    def load_zero(engine: Any, load_dir: str, tag: Any, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's, with every parameter cut by its own map under ``load_universal``."""
+        if not engine.load_universal_checkpoint():
+            return stock_zero(load_dir, tag, *args, **kwargs)
         try:
             restorer.link()
             with restorer.stand_ins():
-                result = stock(load_dir, tag, *args, **kwargs)
+                result = stock_zero(load_dir, tag, *args, **kwargs)
             restorer.link()
         finally:
             restorer.forget()
         _warn_of_the_rest(engine, restorer)
         return result
 
-    return load_checkpoint
-
-
-def _latest(load_dir: str) -> str | None:
-    try:
-        with open(os.path.join(load_dir, "latest_universal"), encoding="utf-8") as file:
-            return file.read().strip()
-    except OSError:
-        # DeepSpeed says so itself, in the words its users know.
-        return None
+    instances.put(engine, "_load_checkpoint", MethodType(load, engine))
+    instances.put(engine, "_load_zero_checkpoint", MethodType(load_zero, engine))
 
 
 def _check(engine: Any, restorer: Restorer, load_dir: str, tag: str, weights_only: bool, faults: Faults) -> None:
@@ -83,6 +90,11 @@ def _check(engine: Any, restorer: Restorer, load_dir: str, tag: str, weights_onl
         raise UnsupportedLayoutError(
             f"{folder}: before 0.19.4 DeepSpeed's load_checkpoint reads the expert files of an ordinary checkpoint, "
             f"which a universal one does not have. Call {OURS} instead."
+        )
+    if _deals_out(engine.optimizer):
+        raise UnsupportedLayoutError(
+            f"{folder}: with round_robin_gradients on several ranks, DeepSpeed's load_checkpoint fills the master "
+            f"weights in another order than the engine's parameters lie in. Call {OURS} instead."
         )
     if not os.path.isdir(os.path.join(folder, "zero")):
         raise CheckpointFormatError(
@@ -118,7 +130,7 @@ def _check_model_files(engine: Any, folder: str, load_dir: str, tag: str) -> Non
             f"was converted from (and reads a folder's name as a pattern). Call {OURS} instead.",
             file=folder,
         )
-    picks = "checkpoint_mp_world_size" in engine._load_checkpoint.__code__.co_varnames
+    picks = "checkpoint_mp_world_size" in type(engine)._load_checkpoint.__code__.co_varnames
     if picks or isinstance(engine.module, PipelineModule) or count == engine.mp_world_size:
         return
     from deepspeed import __version__
@@ -163,6 +175,16 @@ def _check_params(restorer: Restorer, zero: str, stage3: tuple[str, ...], faults
                 faults.add(fault)
 
 
+def _deals_out(optimizer: Any) -> bool:
+    """Whether the optimizer's links from parameters to master weights lead to other parameters'."""
+    dealt, given = (getattr(optimizer, f"{kind}bit16_groups", ()) for kind in ("round_robin_", ""))
+    moved = any(
+        [id(param) for param in row] != [id(param) for param in order] for row, order in zip(dealt, given, strict=False)
+    )
+    # Where parameters are aligned, the links are made from where they lie.
+    return moved and not any(any(row) for row in getattr(optimizer, "round_robin_bit16_padding", ()))
+
+
 def _refuse_whole(param: Any, name: str, state: str) -> None:
     if state == "momentum_buffer" and getattr(param, "use_muon", False):
         raise UnsupportedLayoutError(
@@ -193,5 +215,5 @@ def _warn_of_the_rest(engine: Any, restorer: Restorer) -> None:
         warnings.warn(
             f"DeepSpeed's load_checkpoint does not restore {', '.join(left)} from a universal checkpoint: they keep "
             f"the values this process started with. {OURS} restores them.",
-            stacklevel=3,
+            stacklevel=4,
         )
