@@ -341,7 +341,8 @@ def _read_states(checkpoint: Checkpoint, reading: Reading) -> None:
                     model_file=model_file.path,
                 )
             else:
-                read_zero12(checkpoint.states, optimizer, place, model_file.shapes, file=file.path)
+                turns = model_file.turns()
+                read_zero12(checkpoint.states, optimizer, place, model_file.shapes, file=file.path, turns=turns)
         except AffineError as fault:
             faults.add(fault)
     reading.settle(faults)

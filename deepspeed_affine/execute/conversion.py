@@ -59,7 +59,6 @@ class PlanBuilder:
 
     def __init__(self, checkpoint: Checkpoint, options: ConversionOptions) -> None:
         _refuse_without_weights(checkpoint)
-        _refuse_round_robin(checkpoint)
         self.checkpoint = checkpoint
         self.options = options
         self.info = UcInfo.parse(_required_info(checkpoint, options))
@@ -285,25 +284,6 @@ def _refuse_without_weights(checkpoint: Checkpoint) -> None:
             "with ZeRO stage 1 and save again.",
             file=checkpoint.folder.path,
         )
-
-
-def _refuse_round_robin(checkpoint: Checkpoint) -> None:
-    """DeepSpeed (up to 0.19.8) lays such a group out in turns over the ranks and records slices as if it had not."""
-    file = checkpoint.model_files[0]
-    config = file.root.get("ds_config")
-    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
-    if checkpoint.stage not in (1, 2) or not isinstance(zero, Mapping) or not zero.get("round_robin_gradients"):
-        return
-    # With one rank, or with a turn for each parameter at most, the order stays as it is.
-    ranks, groups = checkpoint.dp_degree, [group for each in checkpoint.model_files for group in each.groups]
-    if ranks == 1 or all(len(group) <= ranks for group in groups):
-        return
-    raise UnsupportedLayoutError(
-        f"{checkpoint.folder.path}: saved with round_robin_gradients on {checkpoint.dp_degree} data-parallel ranks; "
-        "DeepSpeed then records, for each parameter, slices of the optimizer's partitions that are other parameters'. "
-        "Go on in DeepSpeed with the same ranks and configuration, or take the weights the model-state file holds.",
-        file=file.path,
-    )
 
 
 def _required_info(checkpoint: Checkpoint, options: ConversionOptions) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from deepspeed_affine.errors import UnsupportedLayoutError
 from deepspeed_affine.lowering.reading import as_mapping, as_names, as_shape, as_stored, refuse
 from deepspeed_affine.lowering.states import ShardKey
 from deepspeed_affine.storage.refs import TensorRef
@@ -40,6 +41,24 @@ class ModelFile:
     frozen_shapes: Shapes
     frozen_fragments: Mapping[str, TensorRef]
     autoep: Any
+
+    def turns(self) -> tuple[Shapes, ...] | None:
+        """The shapes of every group in the order in which they lie, where the run had ``round_robin_gradients``.
+
+        Raises UnsupportedLayoutError where it had and the file does not record that order.
+        """
+        config = self.root.get("ds_config")
+        zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+        if not isinstance(zero, Mapping) or not zero.get("round_robin_gradients"):
+            return None
+        if self.root.get("param_shapes") is None:
+            raise UnsupportedLayoutError(
+                f"{self.path}: was saved with round_robin_gradients and records no 'param_shapes', so that the order "
+                "of the parameters is not known; DeepSpeed's slices are in another one. Go on in DeepSpeed with the "
+                "same ranks and configuration, set round_robin_gradients to false and save again.",
+                file=self.path,
+            )
+        return self.groups
 
 
 def read_model_file(path: str, shard: ShardKey, rank: int, root: Any) -> ModelFile:

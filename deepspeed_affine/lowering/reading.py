@@ -6,13 +6,13 @@ ends in a sentence naming the file, the entry and what was expected, wherever in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from deepspeed_affine.errors import AffineError, CheckpointFormatError
 
-__all__ = ["as_count", "as_mapping", "as_names", "as_shape", "as_stored", "naming", "refuse"]
+__all__ = ["as_count", "as_mapping", "as_names", "as_shape", "as_stored", "naming", "refuse", "shape_numel"]
 
 
 def refuse(file: str, subject: str, value: Any, expected: str, param: str | None = None) -> CheckpointFormatError:
@@ -87,3 +87,11 @@ def _shown(value: Any) -> str:
         return f"a tensor of shape {tuple(shape)}"
     text = repr(value) if isinstance(value, (bool, int, float, str)) else ""
     return text if text and len(text) <= 60 else f"a {type(value).__name__}"
+
+
+def shape_numel(shape: Iterable[int]) -> int:
+    """The number of elements of a recorded shape (``torch.Size`` or a tuple)."""
+    count = 1
+    for extent in shape:
+        count *= int(extent)
+    return count

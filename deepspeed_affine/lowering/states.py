@@ -8,12 +8,13 @@ none is assumed to exist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from deepspeed_affine.errors import CheckpointFormatError, UnsupportedLayoutError
-from deepspeed_affine.lowering.reading import as_count, as_mapping, as_stored, refuse
+from deepspeed_affine.lowering.reading import as_count, as_mapping, as_stored, refuse, shape_numel
 from deepspeed_affine.lowering.state_table import ParamStates, Place, ShardKey, StateTable, StoredScalar
+from deepspeed_affine.lowering.turns import as_dealt
 from deepspeed_affine.lowering.zero import Fragment, zero3_interval
 
 __all__ = [
@@ -38,12 +39,14 @@ def read_zero12(
     shapes: Mapping[str, Any],
     *,
     file: str,
+    turns: Sequence[Mapping[str, Any]] | None = None,
 ) -> None:
     """Every slice that one ZeRO-1, ZeRO-2 or BF16_Optimizer file records is in ``table``.
 
     A slice is an interval of its group's flat partition. Padding between and after parameters lies in no slice.
     A Muon group may instead keep its momentum whole for every parameter that touches the partition, one after
-    the other without padding; ``shapes`` (the shard shapes of this rank) says how long each is.
+    the other without padding; ``shapes`` (the shard shapes of this rank) says how long each is. ``turns`` has the
+    shard shapes of every group in the order in which they lie, where the run had ``round_robin_gradients``.
     """
     mappings = _required(optimizer, "param_slice_mappings", list, file)
     masters = [
@@ -64,6 +67,11 @@ def read_zero12(
             table.stateless_groups.add(group)
         flat: dict[str, Any] = {FP32: masters[group], **group_state}
         slices = _slices(as_mapping(mapping, "an entry of 'param_slice_mappings'", file), file)
+        if turns is not None and "zero_stage" in optimizer:
+            # BF16_Optimizer, which records no stage, knows no turns.
+            dealt = as_dealt(turns, optimizer, group, file)
+            rank = next((place(name).rank for name in dealt.sizes), 0)
+            slices = dealt.slices(slices, rank, max(partitions[group]), file=file)
         table.add_group(group, [place(name) for name, (_, numel) in slices.items() if numel], flat, file)
         whole = {
             state: offsets
@@ -145,14 +153,6 @@ def read_zero3(
                 "come from different saves: take all of them from one.",
                 file=file,
             )
-
-
-def shape_numel(shape: Iterable[int]) -> int:
-    """The number of elements of a recorded shape (``torch.Size`` or a tuple)."""
-    count = 1
-    for extent in shape:
-        count *= int(extent)
-    return count
 
 
 def _partition_lengths(optimizer: Mapping[str, Any], masters: Sequence[Any], file: str) -> list[set[int]]:

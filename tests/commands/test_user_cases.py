@@ -912,19 +912,39 @@ def test_x7_a_stage_pickled_by_name(tmp_path, stage):
 
 
 @pytest.mark.parametrize(
-    ("stage", "dp", "count", "converts"),
-    [(1, 2, 3, False), (2, 3, 4, False), (2, 3, 3, True), (1, 1, 3, True), (3, 2, 3, True)],
+    ("stage", "dp", "count", "more"),
+    [
+        (1, 2, 3, {}),
+        (2, 3, 7, {"states": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}),
+        (2, 4, 9, {"align": 4, "dtype": torch.bfloat16}),
+        (1, 3, 5, {"tp": 2}),
+        (1, 3, 5, {"whole_states": ("momentum_buffer",), "states": ("momentum_buffer",)}),
+        (2, 3, 3, {}),
+        (2, 1, 3, {}),
+        (3, 2, 3, {}),
+    ],
 )
-def test_x8_gradients_in_turns_record_other_slices(tmp_path, capsys, stage, dp, count, converts):
-    """With a turn for each parameter at most, the order stays as it is."""
-    made = make(World(stage=stage, dp=dp), [Param(f"p{n}", random_full((3, 2), n)) for n in range(count)])
-    for root in made.files.values():
-        if isinstance(root.get("ds_config"), dict):
-            root["ds_config"] = {"zero_optimization": {"stage": stage, "round_robin_gradients": True}}
-    if converts:
-        assert_converts(made, tmp_path)
-    else:
-        assert "round_robin_gradients" in assert_refuses(made.save(tmp_path / "ckpt"), tmp_path, capsys)
+def test_x8_gradients_in_turns_record_other_slices(tmp_path, stage, dp, count, more):
+    """What lies where follows from the order in which the model-state file lists the parameters."""
+    world = World(stage=stage, dp=dp, turns=True, **more)
+    sizes = [(3, 2), (1,), (5, 4), (2, 2), (7,)]
+    params = [
+        Param(f"p{n}", random_full(sizes[n % len(sizes)], n), group=n % 2 if count > 5 else 0) for n in range(count)
+    ]
+    assert_converts(make(world, params), tmp_path)
+
+
+def test_x8_slices_of_no_known_order_are_refused(tmp_path, capsys):
+    made = make(World(stage=1, dp=2, turns=True), [Param(f"p{n}", random_full((n + 1,), n)) for n in range(4)])
+    shapes = made.files[made.model_name()]["param_shapes"]
+    shapes[0] = type(shapes[0])(reversed(shapes[0].items()))
+    assert "round_robin_gradients" in assert_refuses(made.save(tmp_path / "ckpt"), tmp_path, capsys)
+
+
+def test_x8_an_order_that_is_not_recorded_is_refused(tmp_path, capsys):
+    made = make(World(stage=1, dp=2, turns=True), [Param(f"p{n}", random_full((n + 1,), n)) for n in range(4)])
+    made.files[made.model_name()]["param_shapes"] = None
+    assert "records no 'param_shapes'" in assert_refuses(made.save(tmp_path / "ckpt"), tmp_path, capsys)
 
 
 def test_every_row_of_the_table_has_its_tests():

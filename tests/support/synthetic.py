@@ -172,10 +172,14 @@ class World:
     with_info: bool = True
     layer_files: bool = False
     data_before_expert: bool = False
+    turns: bool = False
+    """``round_robin_gradients``: of n ranks every n-th parameter lies beside the others of its turn, and slices are
+    recorded as if it did not, unless alignment leaves gaps."""
 
     @property
     def ds_config(self) -> dict[str, Any]:
-        config: dict[str, Any] = {"train_batch_size": 8, "zero_optimization": {"stage": self.stage}}
+        zero = {"stage": self.stage, **({"round_robin_gradients": True} if self.turns else {})}
+        config: dict[str, Any] = {"train_batch_size": 8, "zero_optimization": zero}
         return {**config, "use_data_before_expert_parallelism": True} if self.data_before_expert else config
 
     def expert_place(self, dp: int, ep_size: int) -> tuple[int, int]:
@@ -340,7 +344,10 @@ def _model_files(made: Made, params: Sequence[Param], experts: Sequence[ExpertLa
                 "module": module if not world.layer_files else None,
                 "buffer_names": [param.name for param in params if param.kind == "buffer"],
                 "optimizer": None,
-                "param_shapes": [groups[key] for key in sorted(groups)],
+                "param_shapes": [
+                    OrderedDict((name, groups[key][name]) for name in _laid_out(world, list(groups[key]), world.dp))
+                    for key in sorted(groups)
+                ],
                 "frozen_param_shapes": frozen or None,
                 "shared_params": shared,
                 "frozen_param_fragments": fragments or None,
@@ -412,7 +419,7 @@ def _optim_files(
     world = made.world
     mp = pp * world.tp + tp
     for dp in range(world.dp):
-        masters, states, paddings, mappings, expert_ranks = [], {}, [], [], {}
+        masters, states, paddings, mappings, gaps, expert_ranks = [], {}, [], [], [], {}
         for group in range(groups):
             members = [p for p in params if p.group == group and p.kind == "optimized" and pp in p.stages]
             layers = [layer for layer in experts if layer.group == group]
@@ -451,6 +458,7 @@ def _optim_files(
                 states[group] = {**scalars, **flat}
             paddings.append(padding)
             mappings.append(mapping)
+            gaps.append(_gaps(world, names, source, count))
         param_groups = [{"lr": 0.01, "betas": (0.9, 0.999), "params": [group]} for group in range(groups)]
         common = {"loss_scaler": LossScaler(cur_scale=1.0, dynamic=False), "overflow": False}
         if world.stage == 3:
@@ -469,6 +477,7 @@ def _optim_files(
                 "zero_stage": ZeroStage(world.stage),
                 "group_paddings": paddings,
                 "partition_count": [world.dp] * groups,
+                **({"param_alignment_paddings": gaps} if world.turns else {}),
                 "ds_version": "0.19.8",
                 "param_slice_mappings": mappings,
             }
@@ -515,26 +524,21 @@ def flat_partition(
     world: World, names: Sequence[str], source: Mapping[str, Mapping[str, torch.Tensor]], count: int, rank: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, FragmentAddress], int]:
     """One rank's part of a ZeRO-1/2 group: aligned parameters, padded at the end to equal parts."""
-    starts: dict[str, int] = {}
-    position = end = 0
-    for name in names:
-        starts[name] = position
-        end = position + source[FP32][name].numel()
-        position = -(-end // world.align) * world.align
-    size = -(-position // (count * world.align)) * world.align
+    given, names = names, _laid_out(world, names, count)
+    sizes = {name: source[FP32][name].numel() for name in names}
+    starts, end = _starts(names, sizes, world.align)
+    size = -(-end // (count * world.align)) * world.align
     low, high = rank * size, (rank + 1) * size
-    mapping: dict[str, FragmentAddress] = OrderedDict()
-    for name in names:
-        first = max(starts[name], low)
-        last = min(starts[name] + source[FP32][name].numel(), high)
-        if last > first:
-            mapping[name] = FragmentAddress(numel=last - first, start=first - low)
+    held = _slices(starts, sizes, low, high)
+    mapping = held
+    if world.turns and world.align == 1:
+        mapping = _slices(_starts(given, sizes, 1)[0], sizes, low, high)
     padding = min(size, max(0, high - end))
     flat: dict[str, torch.Tensor] = {}
     for state, shards in source.items():
         dtype = next(iter(shards.values())).dtype if shards else torch.float32
         if state in world.whole_states:
-            touched = [shards[name].reshape(-1) for name in names if name in mapping]
+            touched = [shards[name].reshape(-1) for name in names if name in held]
             flat[state] = torch.cat(touched) if touched else torch.empty(0, dtype=dtype)
             continue
         buffer = torch.full((size * count,), NAN if dtype.is_floating_point else 99, dtype=dtype)
@@ -548,3 +552,39 @@ def flat_partition(
         # As DeepSpeed saved it before 0.16.4: all of the group's padding on the last rank, more than it holds.
         padding = size * count - end if rank == count - 1 else 0
     return flat, mapping, padding
+
+
+def _laid_out(world: World, names: Sequence[str], count: int) -> list[str]:
+    """A group's parameters in the order in which they lie in its buffer."""
+    turns = range(count if world.turns and world.stage < 3 else 1)
+    return [name for turn in turns for name in names[turn :: len(turns)]]
+
+
+def _starts(names: Sequence[str], sizes: Mapping[str, int], align: int) -> tuple[dict[str, int], int]:
+    """Where each parameter begins, and where the last one ends."""
+    starts: dict[str, int] = {}
+    end = 0
+    for name in names:
+        starts[name] = -(-end // align) * align
+        end = starts[name] + sizes[name]
+    return starts, end
+
+
+def _gaps(
+    world: World, names: Sequence[str], source: Mapping[str, Mapping[str, torch.Tensor]], count: int
+) -> list[int]:
+    """The padding after each parameter in the order in which they lie; none is recorded after the last."""
+    names = _laid_out(world, names, count)
+    sizes = {name: source[FP32][name].numel() for name in names}
+    starts, end = _starts(names, sizes, world.align)
+    return [later - starts[name] - sizes[name] for name, later in zip(names, [*starts.values(), end][1:], strict=True)]
+
+
+def _slices(starts: Mapping[str, int], sizes: Mapping[str, int], low: int, high: int) -> dict[str, FragmentAddress]:
+    """What of every parameter lies in ``[low, high)``."""
+    found: dict[str, FragmentAddress] = OrderedDict()
+    for name, start in starts.items():
+        first, last = max(start, low), min(start + sizes[name], high)
+        if last > first:
+            found[name] = FragmentAddress(numel=last - first, start=first - low)
+    return found
