@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from deepspeed_affine.hooks.attach import Attachment, attach
     from deepspeed_affine.hooks.client_state import with_universal_info
     from deepspeed_affine.hooks.collect import collect_autotp_universal_checkpoint_info
+    from deepspeed_affine.hooks.describe import describe
     from deepspeed_affine.hooks.load import load_checkpoint
     from deepspeed_affine.hooks.report import LoadReport
     from deepspeed_affine.ir import (
@@ -44,6 +45,7 @@ _HOMES = {
     "deepspeed_affine.hooks.attach": ("Attachment", "attach"),
     "deepspeed_affine.hooks.client_state": ("with_universal_info",),
     "deepspeed_affine.hooks.collect": ("collect_autotp_universal_checkpoint_info",),
+    "deepspeed_affine.hooks.describe": ("describe",),
     "deepspeed_affine.hooks.load": ("load_checkpoint",),
     "deepspeed_affine.hooks.report": ("LoadReport",),
     "deepspeed_affine.errors": (
@@ -93,6 +95,7 @@ __all__ = [
     "compose",
     "compose_maps",
     "contiguous_split_map",
+    "describe",
     "load_checkpoint",
     "meet",
     "replicated_map",

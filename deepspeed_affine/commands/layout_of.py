@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,8 +11,10 @@ from deepspeed_affine.execute.model_file import UC_INFO, ModelFile
 from deepspeed_affine.ir import ParamAffineMap, replicated_map
 from deepspeed_affine.lowering.reading import as_mapping, refuse
 from deepspeed_affine.lowering.state_table import ShardKey
+from deepspeed_affine.lowering.states import FP32
 from deepspeed_affine.plan.checkpoint_layout import CheckpointLayout, LayoutParam, LayoutRank, ParamKind
 from deepspeed_affine.plan.conversion import ConversionPlan
+from deepspeed_affine.plan.partition import aligned_elements
 from deepspeed_affine.storage.checkpoint_file import load_checkpoint_file
 from deepspeed_affine.storage.dtypes import item_size
 from deepspeed_affine.storage.plain_values import encode_value
@@ -22,8 +23,6 @@ from deepspeed_affine.storage.refs import TensorRef
 __all__ = ["DS_CONFIG", "aligned_to", "layout_of", "optimizer_root", "param_groups_of", "zero_config"]
 
 DS_CONFIG = "ds_config"
-WIDEST_ALIGNMENT = 16
-"""Bytes to which ``parameter_alignment`` rounds the place of a parameter."""
 
 
 def layout_of(checkpoint: Checkpoint, plan: ConversionPlan) -> CheckpointLayout:
@@ -40,7 +39,7 @@ def layout_of(checkpoint: Checkpoint, plan: ConversionPlan) -> CheckpointLayout:
     config, info = first.root.get(DS_CONFIG), first.root.get(UC_INFO)
     version = first.root.get("ds_version")
     records = [record.states for record in checkpoint.states.groups]
-    states = {state for record in records for state, value in record.items() if value is not None}
+    states = {state for record in records for state, value in record.items() if value is not None} - {FP32}
     layout = CheckpointLayout(
         tp=checkpoint.tp_degree,
         pp=checkpoint.pp_degree,
@@ -74,7 +73,7 @@ def aligned_to(zero: Mapping[str, Any], params: Mapping[str, LayoutParam]) -> in
     optimized = next((param for param in params.values() if param.kind == "optimized"), None)
     if not zero.get("parameter_alignment") or optimized is None:
         return 1
-    return WIDEST_ALIGNMENT // math.gcd(WIDEST_ALIGNMENT, item_size(optimized.dtype))
+    return aligned_elements(item_size(optimized.dtype))
 
 
 def optimizer_root(checkpoint: Checkpoint, mp: int = 0) -> Mapping[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from deepspeed_affine.commands.layout_of import DS_CONFIG, zero_config
@@ -12,6 +13,7 @@ from deepspeed_affine.errors import UnsupportedLayoutError
 from deepspeed_affine.execute.checkpoint import DIMENSIONS
 from deepspeed_affine.execute.model_file import UC_INFO
 from deepspeed_affine.execute.tensor_files import source_storage
+from deepspeed_affine.ir import AffinePiece
 from deepspeed_affine.lowering.states import FP32
 from deepspeed_affine.plan.checkpoint_layout import CheckpointLayout, LayoutParam, LayoutRank
 from deepspeed_affine.plan.conversion import ObjectFile, TensorFile
@@ -47,6 +49,17 @@ class FileBuilder:
         tensor = NewTensor(dtype, shape, requires_grad)
         task = flat_tensor(self.path, state, dtype, item_size(dtype), tensor.numel if numel is None else numel, parts)
         self.filled.append((tensor, task))
+        return tensor
+
+    def copy(self, stored: TensorRef, storage: int) -> NewTensor:
+        """A stored number in a storage of its own; ``storage`` is the index of the one it lies in.
+
+        Groups that shared one would count its steps together.
+        """
+        tensor = NewTensor(stored.dtype, stored.shape, stored.requires_grad)
+        piece = AffinePiece((1,), 0, (1,), stored.offset, (1,), (storage,))
+        task = flat_tensor(self.path, "", stored.dtype, item_size(stored.dtype), 1, ())
+        self.filled.append((tensor, replace(task, pieces=(piece,))))
         return tensor
 
     def done(self, root: Any) -> ObjectFile:

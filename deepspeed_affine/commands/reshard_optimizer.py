@@ -18,7 +18,7 @@ from deepspeed_affine.plan.conversion import ObjectFile
 from deepspeed_affine.plan.partition import Run, zero3_runs
 from deepspeed_affine.plan.reshard import Placed
 from deepspeed_affine.storage.checkpoint_file import load_checkpoint_file
-from deepspeed_affine.storage.refs import Global, StandIn, new_instance
+from deepspeed_affine.storage.refs import Global, StandIn, TensorRef, new_instance
 
 __all__ = ["optimizer_files"]
 
@@ -158,7 +158,9 @@ class _OptimizerFile:
         found: dict[str, Any] = {}
         for state in states.order:
             if state in states.values:
-                found[state] = states.values[state]
+                value = states.values[state]
+                is_stored = isinstance(value, TensorRef)
+                found[state] = self.file.copy(value, self.source.storage(value)) if is_stored else value
                 continue
             stored = self.source.stored(names[0], state)
             held, length = self._whole(runs) if self._is_whole(state, group) else (runs, numel)

@@ -174,7 +174,7 @@ class ReshardSource:
             dtype = fragment.dtype
             numel = layout.numel if file.shard.tp not in layout.shard_shapes else layout.shard_numel(file.shard.tp)
             held, _ = zero3_interval(numel, checkpoint.dp_degree, file.rank)
-            part = (Fragment(fragment, 0, held, file.rank), self._storage(fragment))
+            part = (Fragment(fragment, 0, held, file.rank), self.storage(fragment))
             shards.setdefault(file.shard.tp, []).append(part)
         if not shards:
             return None
@@ -185,7 +185,8 @@ class ReshardSource:
         pieces, _ = plan_sources(layout, copies, param=name, state=FP32)
         return Stored(dtype, pieces)
 
-    def _storage(self, tensor: TensorRef) -> int:
+    def storage(self, tensor: TensorRef) -> int:
+        """The index of the storage the tensor lies in."""
         storage = source_storage(tensor.storage)
         if storage not in self._storages:
             self._storages.append(storage)

@@ -8,7 +8,7 @@ from typing import Any
 from deepspeed_affine.errors import PolicyError
 from deepspeed_affine.hooks.stated import StatedInfo
 
-__all__ = ["require_engine", "require_info", "require_model", "require_threads"]
+__all__ = ["ENGINE", "require_engine", "require_info", "require_model", "require_threads"]
 
 ENGINE = ("module", "optimizer", "load_checkpoint", "save_checkpoint")
 """What every engine of DeepSpeed has, and neither a model nor an optimizer has all of."""

@@ -5,12 +5,16 @@ The other way round, from what a file records to a map, is ``lowering.zero``'s. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from deepspeed_affine.errors import InvalidMapError
 
-__all__ = ["ALIGNMENT", "FlatGroup", "Run", "reserved_numel", "sub_group_counts", "zero3_runs"]
+__all__ = ["ALIGNMENT", "FlatGroup", "Run", "aligned_elements", "reserved_numel", "sub_group_counts", "zero3_runs"]
+
+WIDEST_ALIGNMENT = 16
+"""Bytes to which ``parameter_alignment`` rounds the place of a parameter."""
 
 ALIGNMENT = 2
 """ZeRO-1, ZeRO-2 and BF16_Optimizer pad a group to a multiple of this for every data-parallel rank."""
@@ -81,6 +85,11 @@ class FlatGroup:
             if first < last:
                 yield Run(index, first - begin, last - first, first - low)
             begin += numel + padding
+
+
+def aligned_elements(itemsize: int) -> int:
+    """How many elements of that width ``parameter_alignment`` rounds the place of a parameter to."""
+    return WIDEST_ALIGNMENT // math.gcd(WIDEST_ALIGNMENT, itemsize)
 
 
 def reserved_numel(numel: int, dp: int) -> int:
