@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deepspeed_affine.ninfer.errors import RangeError
-from deepspeed_affine.ninfer.floats import CACHED, E2M1, E4M3FN, U8, bf16_to_float32
+from deepspeed_affine.ninfer.floats import E2M1, E4M3FN, U8, bf16_to_float32, widen_bf16
 from deepspeed_affine.ninfer.formats import CONTIGUOUS, DIRECT, GROUPED, NVFP4
 from deepspeed_affine.ninfer.grouped import unpack_floats
 from deepspeed_affine.ninfer.layouts import TILE_ROWS, Geometry
@@ -84,12 +84,7 @@ def _decode_words(geometry: Geometry, fetch: Fetch, begin: int, end: int, out: V
         if width == 4:
             place[:] = stored.view("<u4")
             continue
-        words = stored.view("<u2")
-        for low in range(0, len(words), CACHED):
-            # Widened and shifted while it is in the cache: one pass over memory instead of two.
-            piece = place[low : low + CACHED]
-            np.copyto(piece, words[low : low + CACHED])
-            np.left_shift(piece, np.uint32(16), out=piece)
+        widen_bf16(stored.view("<u2").astype(np.uint16, copy=False), place)
 
 
 def _decode_rows(geometry: Geometry, fetch: Fetch, row: int, stop: int, out: Values) -> None:
