@@ -31,6 +31,7 @@ from deepspeed_affine.hooks.sources import open_checkpoint
 from deepspeed_affine.hooks.state_forms import kept_states
 from deepspeed_affine.hooks.suspect import check_order
 from deepspeed_affine.hooks.topology import is_partitioned_layer, tensor_parallel_of
+from deepspeed_affine.hooks.torch_modes import usual_modes
 from deepspeed_affine.hooks.wholeness import check_agreed
 from deepspeed_affine.lowering import keys
 from deepspeed_affine.lowering.policy import ScaledStates
@@ -41,6 +42,7 @@ CHUNK_ELEMENTS = 1 << 24
 """The most that one thread reads at a time; what a device other than the CPU needs is held that long."""
 
 
+@usual_modes()
 def load_checkpoint(
     engine: Any,
     load_dir: str | os.PathLike[str],
@@ -176,12 +178,9 @@ class _Load:
             self.offered.check_copies(self.known, faults)
         matching = match_params(self.lives, aliases_of(self.engine.module), self.known, self.offered)
         self._one_sided(matching, faults)
-        if self.with_states and not self.offered.place(self._groups(matching.taken)):
-            self.report.left(
-                "optimizer states",
-                "the checkpoint was saved without ZeRO, which stores them by position, and the engine's parameter "
-                "groups have other numbers or shapes",
-            )
+        if self.with_states:
+            for what, why in self.offered.place(self._groups(matching.taken)).items():
+                self.report.left(what, why)
         if self.offered.by_position:
             self.report.restored.append("optimizer states by position (saved without ZeRO, they have no names)")
         self.report.weights = dict.fromkeys(matching.taken)
