@@ -320,10 +320,10 @@ def test_every_bfloat16_is_kept_and_any_bit_below_is_found():
     values = bf16_to_float32(words)
     assert np.array_equal(values.view(np.uint32), words.astype(np.uint32) << 16)
     assert encode("bf16", values).tobytes() == encode("bf16", words).tobytes() == words.tobytes()
-    for given in (words[::-3], words.astype(">u2"), words.view(np.int16), words[7, 0]):
-        found = bf16_to_float32(given)
-        assert found.shape == np.shape(given)
-        assert np.array_equal(found.view(np.uint32), given.astype(np.uint16).astype(np.uint32) << 16)
+    for other in (words[::-3], words.astype(">u2"), words.view(np.int16), words[7, 0]):
+        found = bf16_to_float32(other)
+        assert found.shape == np.shape(other)
+        assert np.array_equal(found.view(np.uint32), other.astype(np.uint16).astype(np.uint32) << 16)
     for place in (0, 65_535, 65_536, len(words) - 1):
         for bit in (0, 15):
             spoiled = values.copy()
