@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Attachment", "attach"]
 
 
-@dataclass(eq=False, frozen=True, slots=True)
+@dataclass(eq=False, frozen=True, slots=True, repr=False)
 class Attachment:
     """What ``attach`` did to one engine. ``detach()``, or leaving it as a context manager, undoes all of it.
 
@@ -38,8 +38,13 @@ class Attachment:
     refused: Mapping[str, AffineError]
     info: Mapping[str, Any]
     emits: bool
-    own: Mapping[str, Any] = field(repr=False)
-    _instances: Instances = field(repr=False)
+    own: Mapping[str, Any]
+    _instances: Instances
+
+    def __repr__(self) -> str:
+        where = "to" if self.attached else "no longer to"
+        refused = f", {len(self.refused)} refused" if self.refused else ""
+        return f"<Attachment {where} a {type(self.engine).__name__}, {len(self.params)} parameters{refused}>"
 
     @property
     def attached(self) -> bool:

@@ -52,6 +52,14 @@ def test_an_engine_is_not_collected_from_under_other_names_than_its_model():
             deepspeed_affine.collect_autotp_universal_checkpoint_info(wrong)
 
 
+def test_a_handle_is_one_short_line():
+    engine = engines.make_engine(1, seed=2)
+    handle = deepspeed_affine.attach(engine)
+    assert repr(handle) == "<Attachment to a DeepSpeedEngine, 7 parameters>"
+    handle.detach()
+    assert repr(handle) == "<Attachment no longer to a DeepSpeedEngine, 7 parameters>"
+
+
 def test_options_of_another_kind_are_refused_before_anything_is_written(saved):
     engine = engines.make_engine(1, seed=2)
     for threads in (0, "4", 1.5):
