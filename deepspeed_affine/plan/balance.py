@@ -173,8 +173,9 @@ def _part_move(
     for number in movable:
         mine = shares[number][heavy]
         rank = min(options[number], key=lambda each: (loads.get(each, 0), each))
+        theirs = shares[number].get(rank, 0)
         nbytes = min((loads[heavy] - loads.get(rank, 0)) // 2, mine - split_bytes)
-        if rank == heavy or nbytes < split_bytes or (rank not in shares[number] and splits < 1):
+        if rank == heavy or nbytes < split_bytes >> 6 or theirs + nbytes < split_bytes or (not theirs and splits < 1):
             continue
         level = loads[heavy] - nbytes
         if best is None or (level, (number, rank, nbytes)) < best:

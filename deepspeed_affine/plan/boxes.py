@@ -63,7 +63,7 @@ def _touching(
         mine, yours = one[some[i]], other[others[j]]
         if len(mine) == 1 and len(yours) == 1:
             a, b = left[mine[0]], right[yours[0]]
-            if all([a[each][0] < b[each][1] and b[each][0] < a[each][1] for each in rest]):
+            if all(a[each][0] < b[each][1] and b[each][0] < a[each][1] for each in rest):
                 yield mine[0], yours[0]
         else:
             yield from _touching(left, right, mine, yours, rest)

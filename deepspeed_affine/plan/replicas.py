@@ -14,7 +14,17 @@ from deepspeed_affine.ir.lattice import Lattice, Meeting, proper
 from deepspeed_affine.plan.balance import Demand, Shares, assign
 from deepspeed_affine.plan.holdings import Need, common
 
-__all__ = ["Copies", "Policy", "ReplicaCandidate", "ReplicaSelectionRequest", "ReplicaSelector", "chosen", "selected"]
+__all__ = [
+    "Copies",
+    "Policy",
+    "ReplicaCandidate",
+    "ReplicaSelectionRequest",
+    "ReplicaSelector",
+    "chosen",
+    "copied",
+    "divided",
+    "selected",
+]
 
 Policy = Literal["balanced", "lowest"]
 """``balanced`` levels what the source ranks send; ``lowest`` reads everything from its lowest holder."""
@@ -54,21 +64,25 @@ Copies = dict[tuple[int, int, float], list[Lattice]]
 
 
 def chosen(found: Sequence[Need], shape: tuple[int, ...], policy: Policy, same_ranks: bool, itemsize: int) -> Copies:
+    """What is copied when the policy chooses."""
     copies: Copies = defaultdict(list)
     for need, shared in zip(found, _shares(found, policy, same_ranks, itemsize), strict=True):
-        first = need.source.holders[0]
+        ratio = need.scale / need.source.scale
         if len(shared) == 1:
-            sender = shared[0][0]
-            if sender == first:
-                copies[sender, need.target, need.scale / need.source.scale] += _keyed(need.found)
-                continue
-            parts = [(sender, need.pieces())]
+            copies[shared[0][0], need.target, ratio] += copied(need, shared[0][0], shape)
         else:
-            parts = _divided(need, shared)
-        for sender, pieces in parts:
-            meetings = [m for _, m in common(pieces, need.source.copies[sender], shape)]
-            copies[sender, need.target, need.scale / need.source.scale] += _keyed(meetings)
+            for sender, pieces in divided(need, shared):
+                copies[sender, need.target, ratio] += copied(need, sender, shape, pieces)
     return copies
+
+
+def copied(need: Need, sender: int, shape: tuple[int, ...], pieces: Sequence[Lattice] | None = None) -> list[Lattice]:
+    """Lattices from target to source addresses of what the need, or these ``pieces`` of it, takes from one holder."""
+    if pieces is None:
+        if sender == need.source.holders[0]:
+            return _keyed(need.found)
+        pieces = need.pieces()
+    return _keyed([meeting for _, meeting in common(pieces, need.source.copies[sender], shape)])
 
 
 def _shares(found: Sequence[Need], policy: Policy, same_ranks: bool, itemsize: int) -> list[Shares]:
@@ -89,7 +103,7 @@ def _keyed(meetings: Iterable[Meeting]) -> list[Lattice]:
     return [x for m in meetings for x in proper(m.mate_a, m.mate_b, [(n, u, w) for n, _, u, w in m.digits])]
 
 
-def _divided(need: Need, shared: Shares) -> list[tuple[int, list[Lattice]]]:
+def divided(need: Need, shared: Shares) -> list[tuple[int, list[Lattice]]]:
     """The needed pieces dealt out in proportion to the shares, cut across their outermost digits."""
     keyed = [x for p in need.pieces() for x in proper(p.mate, p.key, [(n, u, s) for n, s, u in p.digits])]
     # Folded first, so that the cuts do not depend on how the maps were cut.

@@ -22,7 +22,7 @@ from deepspeed_affine.plan.replicas import Copies, Policy, ReplicaSelector, chos
 from deepspeed_affine.plan.segments import TransferSegment
 from deepspeed_affine.plan.transfer_plan import PlanStatistics, TransferPlan
 
-__all__ = ["PlanBudget", "plan_transfer"]
+__all__ = ["PlanBudget", "check_supply", "folded", "plan_transfer", "restricted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +71,19 @@ def plan_transfer(
     _check_budget(target_map, source_map, budget)
     target_map.validate(partial=partial)
     source_map.validate(partial=True, whole_parameter=not partial)
-    target, source = _restricted(target_map, source_map, valid_rows)
+    target, source = restricted(target_map, source_map, valid_rows)
     ranks = _planned_ranks(target, target_ranks)
     pairs = Budget("Planning a transfer", budget.max_pair_checks)
     held = Holdings(source)
     found = needs(target, held, ranks, pairs)
     wanted = {rank: sum([piece.numel for piece in target.pieces_by_rank[rank]]) for rank in ranks}
-    _check_supply(target, found, wanted)
+    check_supply(target, found, wanted)
     if replica_selector is not None:
         copies = selected(found, held.shape, replica_selector)
     else:
         copies = chosen(found, held.shape, policy, same_ranks, itemsize)
     before = sum([len(each) for each in copies.values()])
-    segments = _folded(copies)
+    segments = folded(copies)
     if len(segments) > budget.max_segments:
         raise BudgetExceededError(
             f"The plan has {len(segments)} segments, more than max_segments {budget.max_segments}. Raise the limit in "
@@ -118,9 +118,10 @@ def _check_budget(target: ParamAffineMap, source: ParamAffineMap, budget: PlanBu
                 )
 
 
-def _restricted(
+def restricted(
     target: ParamAffineMap, source: ParamAffineMap, valid_rows: int | None
 ) -> tuple[ParamAffineMap, ParamAffineMap]:
+    """Target and source over the same elements: those of the first ``valid_rows`` rows, or all, which must agree."""
     ours, theirs = target.logical_shape, source.logical_shape
     if valid_rows is None:
         if ours != theirs:
@@ -149,7 +150,8 @@ def _planned_ranks(target: ParamAffineMap, target_ranks: Iterable[int] | None) -
     return tuple(ranks)
 
 
-def _check_supply(target: ParamAffineMap, found: Sequence[Need], wanted: Mapping[int, int]) -> None:
+def check_supply(target: ParamAffineMap, found: Sequence[Need], wanted: Mapping[int, int]) -> None:
+    """Every target rank gets as many elements as it wants; otherwise InvalidMapError names the first that lacks."""
     got: dict[int, int] = defaultdict(int)
     for need in found:
         got[need.target] += need.numel
@@ -181,7 +183,8 @@ def _remaining(lattice: Lattice, held: Iterable[Lattice]) -> list[Lattice]:
     return left
 
 
-def _folded(copies: Copies) -> tuple[TransferSegment, ...]:
+def folded(copies: Copies) -> tuple[TransferSegment, ...]:
+    """The copies as segments, maximally merged within each pair of ranks, in order of target rank and address."""
     segments = []
     for (source, target, scale), keyed in copies.items():
         for target_offset, source_offset, digits in fold_pairs(keyed):

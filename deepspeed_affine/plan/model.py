@@ -1,0 +1,392 @@
+"""All parameters of a model at once: who sends what to whom, when every shard lies on many processes.
+
+A map's locations are shards; a placement says which processes hold each of them (the data-parallel copies of one
+tensor-parallel rank, say). Geometry is worked out once for each pair of layouts, and replicas are chosen over the
+whole model, because a choice made parameter by parameter sends everything from the same few ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from deepspeed_affine.errors import Faults, InvalidMapError
+from deepspeed_affine.ir import ParamAffineMap, Region
+from deepspeed_affine.ir.ints import as_integer, shown
+from deepspeed_affine.ir.lattice import Budget, Lattice
+from deepspeed_affine.plan.balance import SMALL_BYTES, Demand, Shares, assign, heaviest, lower_bound
+from deepspeed_affine.plan.holdings import Holdings, Need, needs
+from deepspeed_affine.plan.replicas import Policy, copied, divided
+from deepspeed_affine.plan.segments import TransferSegment
+from deepspeed_affine.plan.transfer import PlanBudget, check_supply, folded, restricted
+from deepspeed_affine.plan.transfer_plan import TransferPlan
+
+__all__ = ["FORMAT", "Balance", "ModelPlan", "Placement", "plan_model"]
+
+FORMAT = 1
+"""Version of a stored plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one parameter lies: its map, the processes that hold each of the map's locations, bytes of an element."""
+
+    layout: ParamAffineMap
+    holders: Mapping[int, tuple[int, ...]]
+    itemsize: int
+
+    def __post_init__(self) -> None:
+        if set(self.holders) != set(self.layout.ranks):
+            raise InvalidMapError(
+                f"The placement names holders of {sorted(self.holders)}, but the map's locations are "
+                f"{list(self.layout.ranks)}; expected one entry each."
+            )
+        seen: set[int] = set()
+        for location, ranks in self.holders.items():
+            if not ranks or len(set(ranks)) != len(ranks) or not seen.isdisjoint(ranks):
+                raise InvalidMapError(
+                    f"Location {location} is held by {list(ranks)}; expected one rank or more, none at two locations."
+                )
+            seen.update(ranks)
+
+    @classmethod
+    def own(cls, layout: ParamAffineMap, itemsize: int) -> Placement:
+        """Every location of the map is one process, of the same number."""
+        return cls(layout, {rank: (rank,) for rank in layout.ranks}, itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """Bytes the heaviest sender sends, and the least that any choice of replicas could have made of it."""
+
+    heaviest: int
+    bound: int
+
+    @property
+    def ratio(self) -> float:
+        return self.heaviest / self.bound if self.bound else 1.0
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A transfer plan for every parameter, whose ranks are processes.
+
+    ``itemsizes`` are bytes of an element. ``same_ranks`` says that process r is one process on both sides.
+    """
+
+    plans: Mapping[str, TransferPlan]
+    itemsizes: Mapping[str, int]
+    same_ranks: bool = True
+    balance: Balance | None = field(default=None, compare=False)
+
+    @cached_property
+    def traffic(self) -> Mapping[tuple[int, int], int]:
+        """Bytes by ``(source, target)`` process, what stays within a process included."""
+        found: dict[tuple[int, int], int] = defaultdict(int)
+        for name, plan in self.plans.items():
+            itemsize = self.itemsizes[name]
+            for segment in plan.segments:
+                found[segment.source_rank, segment.target_rank] += segment.numel * itemsize
+        return dict(sorted(found.items()))
+
+    def is_local(self, source: int, target: int) -> bool:
+        return self.same_ranks and source == target
+
+    @cached_property
+    def sent(self) -> Mapping[int, int]:
+        """Bytes every process sends to others."""
+        found: dict[int, int] = defaultdict(int)
+        for (source, target), nbytes in self.traffic.items():
+            if not self.is_local(source, target):
+                found[source] += nbytes
+        return dict(sorted(found.items()))
+
+    @cached_property
+    def received(self) -> Mapping[int, int]:
+        """Bytes every process receives from others."""
+        found: dict[int, int] = defaultdict(int)
+        for (source, target), nbytes in self.traffic.items():
+            if not self.is_local(source, target):
+                found[target] += nbytes
+        return dict(sorted(found.items()))
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes copied within their process."""
+        return sum([nbytes for pair, nbytes in self.traffic.items() if self.is_local(*pair)])
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes sent from one process to another."""
+        return sum(self.sent.values())
+
+    @property
+    def segments(self) -> int:
+        return sum([len(plan.segments) for plan in self.plans.values()])
+
+    def inexact(self) -> Iterator[tuple[str, float]]:
+        """Every parameter and scale whose multiplication rounds."""
+        for name, plan in self.plans.items():
+            for scale in sorted({segment.scale for segment in plan.segments if not segment.exact}):
+                yield name, scale
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain scalars; each parameter in the form of ``TransferPlan.to_dict``."""
+        return {
+            "format": FORMAT,
+            "same_ranks": self.same_ranks,
+            "params": {name: {"itemsize": self.itemsizes[name], **plan.to_dict()} for name, plan in self.plans.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, entry: Mapping[str, Any]) -> ModelPlan:
+        """Read what ``to_dict`` wrote, also by way of JSON; anything else, or newer, is an ``InvalidMapError``."""
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("params"), Mapping):
+            raise InvalidMapError(f"A model's plan is {shown(entry)}; expected a mapping with params.")
+        if entry.get("format") != FORMAT:
+            raise InvalidMapError(
+                f"The plan has format {shown(entry.get('format'))}; this version reads {FORMAT}. Plan again, or use "
+                "the version of deepspeed_affine that wrote it."
+            )
+        if not isinstance(entry.get("same_ranks"), bool):
+            raise InvalidMapError(f"The plan's same_ranks is {shown(entry.get('same_ranks'))}; expected true or false.")
+        plans: dict[str, TransferPlan] = {}
+        sizes: dict[str, int] = {}
+        for name, row in entry["params"].items():
+            plans[str(name)] = TransferPlan.from_dict(row)
+            sizes[str(name)] = as_integer(row.get("itemsize"), f"The itemsize of {name}")
+        return cls(plans, sizes, entry["same_ranks"])
+
+    def plan_id(self) -> str:
+        """The sha256 of the plan as compact JSON."""
+        text = json.dumps(self.to_dict(), separators=(",", ":"), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Geometry:
+    """What each target location needs from each class of source locations, and the segments worked out so far."""
+
+    needs: list[Need]
+    shape: tuple[int, ...]
+    unfilled: Mapping[int, tuple[Region, ...]]
+    segments: dict[tuple[tuple[int, ...], int], tuple[TransferSegment, ...]]
+
+    def between(self, numbers: tuple[int, ...], source: int) -> tuple[TransferSegment, ...]:
+        """The segments of some needs of one target location, all served by one source location."""
+        key = (numbers, source)
+        if key not in self.segments:
+            copies: dict[tuple[int, int, float], list[Lattice]] = defaultdict(list)
+            for number in numbers:
+                need = self.needs[number]
+                copies[source, need.target, need.scale / need.source.scale] += copied(need, source, self.shape)
+            self.segments[key] = folded(copies)
+        return self.segments[key]
+
+
+def plan_model(
+    target: Mapping[str, Placement],
+    source: Mapping[str, Placement],
+    *,
+    policy: Policy = "balanced",
+    same_ranks: bool = True,
+    hosts: Mapping[int, int] | None = None,
+    valid_rows: Mapping[str, int] | None = None,
+    partial: bool = False,
+    limits: PlanBudget | None = None,
+    bound: bool = False,
+) -> ModelPlan:
+    """Return the copies that move every parameter of ``target`` from where ``source`` has it; deterministic.
+
+    ``hosts`` (process to machine) makes a process of the target's own machine be preferred. ``valid_rows`` has the real
+    height of vocabularies whose padding differs. Small regions that one target needs from the same holders are
+    balanced as one. ``bound`` also computes the least possible load of the heaviest sender, by maximum flow. Raises
+    InvalidMapError listing parameters the source lacks, and what ``plan_transfer`` raises. Geometry is cached by pairs
+    of layouts; the rest is near-linear in the regions times their holders.
+    """
+    budget = limits or PlanBudget()
+    _check_names(target, source)
+    known: dict[tuple[ParamAffineMap, ParamAffineMap, int | None], _Geometry] = {}
+    geometry: dict[str, _Geometry] = {}
+    for name, placement in target.items():
+        rows = (valid_rows or {}).get(name)
+        key = (placement.layout, source[name].layout, rows)
+        if key not in known:
+            known[key] = _geometry(*key, partial=partial, budget=budget, param=name)
+        geometry[name] = known[key]
+    wanted = _wanted(target, source, geometry)
+    shares, balance = _shared(wanted, policy, same_ranks, hosts, bound)
+    return ModelPlan(
+        _plans(target, geometry, wanted, shares),
+        {name: placement.itemsize for name, placement in target.items()},
+        same_ranks,
+        balance,
+    )
+
+
+def _check_names(target: Mapping[str, Placement], source: Mapping[str, Placement]) -> None:
+    faults = Faults()
+    for name, placement in target.items():
+        if name not in source:
+            faults.add(
+                InvalidMapError(
+                    f"parameter {name!r}: the source has none of this name; expected one. Are both of one model?",
+                    param=name,
+                )
+            )
+        elif source[name].itemsize != placement.itemsize:
+            faults.add(
+                InvalidMapError(
+                    f"parameter {name!r}: its elements have {source[name].itemsize} bytes in the source and "
+                    f"{placement.itemsize} in the target; expected one width. Convert one side's dtype first.",
+                    param=name,
+                )
+            )
+    faults.raise_if_any()
+
+
+def _geometry(
+    target: ParamAffineMap,
+    source: ParamAffineMap,
+    rows: int | None,
+    *,
+    partial: bool,
+    budget: PlanBudget,
+    param: str,
+) -> _Geometry:
+    target.validate(partial=partial)
+    source.validate(partial=True, whole_parameter=not partial)
+    ours, theirs = restricted(target, source, rows)
+    held = Holdings(theirs)
+    found = needs(ours, held, ours.ranks, Budget(f"Planning {param}", budget.max_pair_checks))
+    wanted = {rank: sum([piece.numel for piece in ours.pieces_by_rank[rank]]) for rank in ours.ranks}
+    check_supply(ours, found, wanted)
+    unfilled = {rank: tuple(ours.gaps(rank)) for rank in ours.ranks if wanted[rank] < ours.shard_numel(rank)}
+    return _Geometry(found, held.shape, unfilled, {})
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """One need of one target process, with every process that could serve it and the location it would do so from."""
+
+    param: str
+    number: int
+    target: int
+    nbytes: int
+    holders: tuple[int, ...]
+    locations: Mapping[int, int]
+
+
+def _wanted(
+    target: Mapping[str, Placement],
+    source: Mapping[str, Placement],
+    geometry: Mapping[str, _Geometry],
+) -> list[_Wanted]:
+    found: list[_Wanted] = []
+    by_class: dict[tuple[int, tuple[int, ...]], tuple[tuple[int, ...], dict[int, int]]] = {}
+    for name, placement in target.items():
+        held = source[name].holders
+        for number, need in enumerate(geometry[name].needs):
+            key = (id(held), need.source.holders)
+            if key not in by_class:
+                locations = {rank: location for location in need.source.holders for rank in held[location]}
+                by_class[key] = (tuple(sorted(locations)), locations)
+            holders, locations = by_class[key]
+            nbytes = need.numel * placement.itemsize
+            for rank in placement.holders[need.target]:
+                found.append(_Wanted(name, number, rank, nbytes, holders, locations))
+    return found
+
+
+def _shared(
+    wanted: Sequence[_Wanted], policy: Policy, same_ranks: bool, hosts: Mapping[int, int] | None, bound: bool
+) -> tuple[list[Shares], Balance | None]:
+    """Who serves each need. Crumbs that one target needs from the same holders are one demand."""
+    targets = {want.target: want.target if same_ranks else -1 - want.target for want in wanted}
+    bundles: list[list[int]] = []
+    crumbs: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for number, want in enumerate(wanted):
+        if want.nbytes < SMALL_BYTES:
+            key = (want.target, want.holders)
+            if key in crumbs:
+                crumbs[key].append(number)
+                continue
+            bundles.append(crumbs.setdefault(key, [number]))
+        else:
+            bundles.append([number])
+    demands = [
+        Demand(targets[wanted[row[0]].target], wanted[row[0]].holders, sum([wanted[at].nbytes for at in row]))
+        for row in bundles
+    ]
+    if policy == "lowest":
+        taken: list[Shares] = [
+            ((each.target if each.target in each.holders else min(each.holders), each.nbytes),) for each in demands
+        ]
+    else:
+        machines = None if hosts is None else {**hosts, **{at: hosts[r] for r, at in targets.items() if r in hosts}}
+        taken = assign(demands, hosts=machines)
+    shares: list[Shares] = [()] * len(wanted)
+    for row, shared in zip(bundles, taken, strict=True):
+        if len(row) == 1:
+            shares[row[0]] = shared
+            continue
+        left = list(reversed(shared))
+        for at in row:
+            # A shared bundle is dealt out need by need: none of them is worth cutting.
+            rank, room = left.pop()
+            shares[at] = ((rank, wanted[at].nbytes),)
+            if room > wanted[at].nbytes or not left:
+                left.append((rank, room - wanted[at].nbytes))
+    return shares, Balance(heaviest(demands, taken), lower_bound(demands)) if bound else None
+
+
+def _plans(
+    target: Mapping[str, Placement],
+    geometry: Mapping[str, _Geometry],
+    wanted: Sequence[_Wanted],
+    shares: Sequence[Shares],
+) -> dict[str, TransferPlan]:
+    whole: dict[str, dict[tuple[int, int, int], list[int]]] = {name: {} for name in target}
+    segments: dict[str, list[TransferSegment]] = {name: [] for name in target}
+    for want, shared in zip(wanted, shares, strict=True):
+        if len(shared) == 1:
+            rank = shared[0][0]
+            whole[want.param].setdefault((want.target, rank, want.locations[rank]), []).append(want.number)
+            continue
+        own = geometry[want.param]
+        need = own.needs[want.number]
+        for rank, pieces in divided(need, shared):
+            location = want.locations[rank]
+            ratio = need.scale / need.source.scale
+            parts = folded({(rank, want.target, ratio): copied(need, location, own.shape, pieces)})
+            segments[want.param] += parts
+    plans = {}
+    for name, placement in target.items():
+        own = geometry[name]
+        found = segments[name]
+        for (ours, theirs, location), numbers in whole[name].items():
+            found += [_between(each, theirs, ours) for each in own.between(tuple(numbers), location)]
+        found.sort(key=lambda each: (each.target_rank, each.target_offset, each.source_rank, each.source_offset))
+        unfilled = {rank: regions for location, regions in own.unfilled.items() for rank in placement.holders[location]}
+        moved = sum([each.numel for each in found])
+        plans[name] = TransferPlan(tuple(found), placement.layout.logical_shape, moved, dict(sorted(unfilled.items())))
+    return plans
+
+
+def _between(segment: TransferSegment, source: int, target: int) -> TransferSegment:
+    """The same copy between two processes that hold these locations."""
+    return TransferSegment(
+        source,
+        segment.source_offset,
+        segment.source_strides,
+        target,
+        segment.target_offset,
+        segment.target_strides,
+        segment.shape,
+        segment.scale,
+    )
