@@ -83,7 +83,7 @@ def overlapping(left: Sequence[tuple[int, int]], right: Sequence[tuple[int, int]
         return
     starts = [right[index][0] for index in order]
     stops = [right[index][1] for index in order]
-    if all([a <= b for a, b in pairwise(stops)]):
+    if all(a <= b for a, b in pairwise(stops)):
         for number, (start, stop) in enumerate(left):
             if start < stop:
                 for position in range(bisect_right(stops, start), bisect_left(starts, stop)):

@@ -15,6 +15,7 @@ from deepspeed_affine.errors import PolicyError
 from deepspeed_affine.ir import AffinePiece, ParamAffineMap, compose_maps, replicated_map
 from deepspeed_affine.ir.ints import row_major_strides
 from deepspeed_affine.plan.model import Placement
+from deepspeed_affine.plan.partition import FlatGroup, reserved_numel
 
 __all__ = ["Tensor", "Topology", "state_placements", "weight_placements"]
 
@@ -172,7 +173,7 @@ def _spans_of_stage_3(tensors: Iterable[Tensor], topology: Topology) -> dict[str
     for each in tensors:
         rows = []
         for numel in _numels(each, topology):
-            part = -(-numel // topology.dp)
+            part = reserved_numel(numel, topology.dp)
             cuts = [(dp, dp * part, min((dp + 1) * part, numel)) for dp in range(topology.dp)]
             rows.append(tuple([cut for cut in cuts if cut[1] < cut[2]]))
         found[each.name] = tuple(rows)
@@ -186,20 +187,12 @@ def _spans_of_a_flat_group(tensors: Iterable[Tensor], topology: Topology) -> dic
         by_stage.setdefault(topology.stage_of(each.place), []).append(each)
     found: dict[str, Spans] = {}
     for members in by_stage.values():
-        numels = {each.name: _numels(each, topology) for each in members}
-        rows: dict[str, list[tuple[tuple[int, int, int], ...]]] = {each.name: [] for each in members}
+        numels = [_numels(each, topology) for each in members]
+        rows: list[list[list[tuple[int, int, int]]]] = [[[] for _ in range(topology.tp)] for _ in members]
         for tp in range(topology.tp):
-            part = max(1, -(-sum([numels[each.name][tp] for each in members]) // topology.dp))
-            at = 0
-            for each in members:
-                end = at + numels[each.name][tp]
-                cuts = [
-                    (dp, max(at, dp * part) - at, min(end, (dp + 1) * part) - at)
-                    for dp in range(at // part, min(topology.dp, -(-end // part)))
-                ]
-                rows[each.name].append(tuple([cut for cut in cuts if cut[1] < cut[2]]))
-                at = end
-        found.update({name: tuple(row) for name, row in rows.items()})
+            for dp, run in FlatGroup(tuple([row[tp] for row in numels]), topology.dp).runs():
+                rows[run.index][tp].append((dp, run.start, run.start + run.numel))
+        found.update({each.name: tuple(map(tuple, row)) for each, row in zip(members, rows, strict=True)})
     return found
 
 

@@ -76,15 +76,22 @@ class FlatGroup:
         size = self.partition_size
         return max(0, min(size, (rank + 1) * size - self.end))
 
-    def runs_of(self, rank: int) -> Iterator[Run]:
-        """What the rank's partition holds, in order; shards it holds nothing of are left out."""
-        low, high = rank * self.partition_size, (rank + 1) * self.partition_size
+    def runs(self) -> Iterator[tuple[int, Run]]:
+        """``(rank, run)`` of everything the ranks' partitions hold, shard by shard; linear in shards and ranks."""
+        size = self.partition_size
         begin = 0
         for index, (numel, padding) in enumerate(zip(self.numels, self.paddings, strict=True)):
-            first, last = max(begin, low), min(begin + numel, high)
-            if first < last:
-                yield Run(index, first - begin, last - first, first - low)
+            at = begin
+            while at < begin + numel:
+                rank = at // size
+                end = min(begin + numel, (rank + 1) * size)
+                yield rank, Run(index, at - begin, end - at, at - rank * size)
+                at = end
             begin += numel + padding
+
+    def runs_of(self, rank: int) -> Iterator[Run]:
+        """What the rank's partition holds, in order; shards it holds nothing of are left out."""
+        return (run for owner, run in self.runs() if owner == rank)
 
 
 def aligned_elements(itemsize: int) -> int:
