@@ -110,6 +110,13 @@ def attach(engine: Any, *, info: Mapping[str, Any] | None = None, scaled_states:
             "save_checkpoint.",
             stacklevel=2,
         )
+    if refused and engine.global_rank == 0:
+        first = next(iter(refused.values()))
+        warnings.warn(
+            f"{len(refused)} of the engine's parameters can be described by no map: loading them will be refused, and "
+            f"so will converting what is saved. {first.message}",
+            stacklevel=2,
+        )
     return handle
 
 

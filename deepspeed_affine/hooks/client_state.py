@@ -58,7 +58,9 @@ def universal_info(engine: Any, own: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def stated_info(engine: Any, own: Mapping[str, Any]) -> dict[str, Any]:
     """What the module's attribute and the user say, the user last."""
-    return {**(getattr(engine.module, ATTRIBUTE, None) or {}), **own}
+    stated = getattr(engine.module, ATTRIBUTE, None)
+    require_info(stated, f"the module's {ATTRIBUTE}")
+    return {**(stated or {}), **own}
 
 
 def saves_attribute(engine: Any) -> bool:

@@ -60,6 +60,21 @@ def test_a_handle_is_one_short_line():
     assert repr(handle) == "<Attachment no longer to a DeepSpeedEngine, 7 parameters>"
 
 
+def test_a_parameter_that_cannot_be_described_is_said_when_attaching():
+    info = {"autotp_unsupported_parameter_patterns": {r"^up\.bias$": "its rows are shuffled"}}
+    with pytest.warns(UserWarning, match=r"1 of the engine's parameters can be described by no map.*rows are shuffled"):
+        handle = deepspeed_affine.attach(engines.make_engine(1, seed=2), info=info)
+    assert set(handle.refused) == {"up.bias"}
+
+
+def test_an_attribute_of_the_module_that_is_no_info_is_refused():
+    engine = engines.make_engine(1, seed=2)
+    engine.module.universal_checkpoint_info = ["mine"]
+    with pytest.raises(PolicyError, match="the module's universal_checkpoint_info: info is a list"):
+        deepspeed_affine.attach(engine)
+    assert engine.module.universal_checkpoint_info == ["mine"]
+
+
 def test_options_of_another_kind_are_refused_before_anything_is_written(saved):
     engine = engines.make_engine(1, seed=2)
     for threads in (0, "4", 1.5):
