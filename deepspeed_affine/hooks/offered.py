@@ -18,6 +18,7 @@ from deepspeed_affine.execute.shards import ShardPart
 from deepspeed_affine.hooks.positional import positional_states
 from deepspeed_affine.hooks.stored_params import FP32, STEP, Part, StoredParams, is_same_view
 from deepspeed_affine.ir import AffinePiece
+from deepspeed_affine.lowering.experts import NATIVE_EXPERT
 from deepspeed_affine.lowering.policy import ScaledStates
 from deepspeed_affine.lowering.states import ShardKey
 from deepspeed_affine.lowering.zero import whole_pieces, zero3_interval
@@ -78,13 +79,27 @@ class Offered:
         found = {**self.folder.states.get(name, {}), **self._by_position.get(name, {})}
         return tuple(state for state in found if state != FP32)
 
-    def place(self, groups: Sequence[Sequence[LiveParam]]) -> bool:
-        """Take states that are stored by position to be of the parameters of ``groups``; False where they are not."""
+    def place(self, groups: Sequence[Sequence[LiveParam]]) -> dict[str, str]:
+        """Take states that are stored by position to be of the parameters of ``groups``; what is left out, and why."""
         if self._is_zero3 or len(self.folder.model_files) > 1:
-            return True
-        found = positional_states(self.model.root, groups)
+            return {}
+        # The file is one rank's, and that holds all experts or only its own, which have the same places as others'.
+        experts = {name for name in self.folder.states if NATIVE_EXPERT.fullmatch(name)}
+        here = {live.universal for group in groups for live in group}
+        apart = experts if experts - here else set()
+        found = positional_states(self.model.root, groups, apart)
         self._by_position = found or {}
-        return found is not None
+        if found is None:
+            return {
+                "optimizer states": "the checkpoint was saved without ZeRO, which stores them by position, and the "
+                "engine's parameter groups have other numbers or shapes"
+            }
+        if apart and found:
+            return {
+                "optimizer states of experts": "the checkpoint was saved without ZeRO and with experts over several "
+                "ranks, and its model-state file has those of one rank. Save with ZeRO stage 1 to keep them"
+            }
+        return {}
 
     @property
     def by_position(self) -> bool:

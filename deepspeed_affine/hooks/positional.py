@@ -6,7 +6,7 @@ tensor a group. Both follow the order of the groups, so the engine's own say whi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -22,9 +22,12 @@ __all__ = ["positional_states"]
 Entry = dict[str, Any]
 
 
-def positional_states(root: Mapping[str, Any], groups: Sequence[Sequence[LiveParam]]) -> dict[str, Entry] | None:
+def positional_states(
+    root: Mapping[str, Any], groups: Sequence[Sequence[LiveParam]], apart: Collection[str] = ()
+) -> dict[str, Entry] | None:
     """By universal name the states, and master weights, of the parameters of ``groups``; None where groups of other
-    numbers or shapes were saved. Empty where none were saved this way."""
+    numbers or shapes were saved. Empty where none were saved this way. A group with a parameter in ``apart`` is left
+    out: what was saved in its place is another rank's."""
     saved = root.get("optimizer")
     if not isinstance(saved, Mapping):
         return {}
@@ -45,6 +48,8 @@ def positional_states(root: Mapping[str, Any], groups: Sequence[Sequence[LivePar
     found: dict[str, Entry] = {}
     for at, members in zip(stepped, groups, strict=True):
         row = numbers[at]
+        if any(live.universal in apart for live in members):
+            continue
         entries: dict[str, Entry] | None
         if flat[at] is not None and len(row or ()) == 1:
             entries = _flat_group(members, flat[at], states.get((row or (0,))[0], {}))

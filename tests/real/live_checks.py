@@ -47,13 +47,21 @@ def wrong_shards(
     ``stored`` makes of a parameter's state what the engine's ranks must have of it. Frozen parameters are left out.
     """
     wrong, compared = [], 0
+    # Without ZeRO F has the module's weights, and where these are of low precision the optimizer others.
+    low = pair.source.stage == 0 and pair.source.dtype != "fp32" and pair.target.stage
     for rank, holding in enumerate(now):
         for name, states in holding["params"].items():
             known = real_shards.universal_name(pair.target, rank, name)
             for state, shard in states.items():
-                if name in holding["frozen"] or not (universal / "zero" / known / f"{state}.pt").is_file():
+                kept = before[0]["plain"].get(name, {}).get(state) if low else None
+                if name in holding["frozen"] or not (
+                    kept is not None or (universal / "zero" / known / f"{state}.pt").is_file()
+                ):
                     continue
-                full = stored(name, state, stored_whole(pair, universal, known, state, before))
+                if kept is None:
+                    full = stored(name, state, stored_whole(pair, universal, known, state, before))
+                else:
+                    full = kept.reshape(shard.shape)
                 shards = [other["params"].get(name, {}).get(state, shard) for other in now]
                 mine = real_shards.cut(full, replace(pair.target, stage=1), name, rank, shards)
                 real = rows(pair.target, rank, name, shard)
@@ -79,7 +87,7 @@ def stored_whole(pair: LivePair, universal: Path, name: str, state: str, before:
 def rows(case: Case, rank: int, name: str, shard: torch.Tensor) -> slice:
     """The rows of a shard that the checkpoint has: those of a vocabulary that belong to no token are padding."""
     if name != VOCABULARY or case.model != "hand_tp":
-        return slice(None, None if shard.dim() == 0 else shard.shape[0])
+        return slice(None, shard.shape[0])
     height = shard.shape[0]
     return slice(None, max(0, min(height, TOKENS - rank % case.tp * height)))
 
@@ -90,20 +98,28 @@ def wrong_after(case: Case, before: Sequence[Held], now: Sequence[Held]) -> list
     for rank, (saved, loaded) in enumerate(zip(before, now, strict=True)):
         if loaded["next_losses"] != saved["next_losses"]:
             wrong.append(f"rank {rank}: losses {loaded['next_losses']}, not {saved['next_losses']}")
+        for name, states in saved["plain"].items():
+            wrong += [
+                f"rank {rank}: {name}:{state} was not restored"
+                for state, value in states.items()
+                if not real_shards.same_bytes(value, loaded["plain"][name][state])
+            ]
         saved, loaded = saved["after"], loaded["after"]
         for key in ("steps", "step_types", "groups", "global_steps", "global_samples", "scheduler", "scale"):
             if loaded[key] != saved[key]:
                 wrong.append(f"rank {rank}: {key} {loaded[key]}, not {saved[key]}")
-        for name, states in saved["params"].items():
-            for state, value in states.items():
-                real = rows(case, rank, name, value)
-                if not real_shards.same_bytes(value[real], loaded["params"][name][state][real]):
-                    wrong.append(f"rank {rank}: {name}:{state} differs")
+        for kind in ("params", "plain"):
+            for name, states in saved[kind].items():
+                for state, value in states.items():
+                    real = rows(case, rank, name, value) if value.dim() else ...
+                    if not real_shards.same_bytes(value[real], loaded[kind][name][state][real]):
+                        wrong.append(f"rank {rank}: {name}:{state} differs")
     return wrong
 
 
 def next_losses(pair: LivePair, before: Sequence[Held], now: Sequence[Held]) -> tuple[list[float], Any]:
     """The losses of the next steps, and what they must equal at any topology: the sums have another order there."""
     dtypes = {pair.source.dtype, pair.target.dtype}
-    tolerance = 1e-2 if len(dtypes) > 1 else 1e-6 if dtypes == {"fp32"} else 1e-3
+    # DeepSpeed's own stages differ by 1e-3 after four steps of fp16.
+    tolerance = 1e-2 if len(dtypes) > 1 or "fp16" in dtypes else 1e-6 if dtypes == {"fp32"} else 1e-3
     return now[0]["next_losses"], pytest.approx(before[0]["next_losses"], rel=tolerance)

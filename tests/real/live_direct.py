@@ -75,11 +75,11 @@ def bytes_read() -> int:
 
 
 def metadata_bytes(path: Path) -> int:
-    """The most that is read of a file to know what is in it: all but its tensors twice, and twice the end of it, in
-    which a zip file's directory is looked for."""
+    """The most that is read of a file to know what is in it: all but its tensors three times (as a checkpoint, for its
+    hyperparameters, and for what positions there are), and its end, in which a zip file's directory is looked for."""
     size = path.stat().st_size
     storages = load_pickle(path).archive.storages.values()
-    return 2 * (size - sum(storage.nbytes for storage in storages) + min(size, ZIP_TAIL))
+    return 3 * (size - sum(storage.nbytes for storage in storages) + min(size, ZIP_TAIL))
 
 
 def different(held: Mapping[str, Any], now: Mapping[str, Any], place: str = "") -> Iterator[str]:

@@ -107,8 +107,10 @@ def gather(engine: Any, case: Case, *, linked: bool = False) -> dict[str, Any]:
     held = train.gather_truth(engine, case if linked else replace(case, groups=1, ep=1, optimizer="adamw"))
     if case.optimizer == "muon" and case.stage in (1, 2):
         train.add_whole_momentum(engine, held["params"])
-    if case.stage == 0:
-        add_plain_states(engine, held["params"])
+    held["plain"] = plain_states(engine) if case.stage == 0 else {}
+    for name, states in held["plain"].items() if case.dtype == "fp32" else ():
+        # Of low precision a universal folder has the module's weights and not the optimizer's.
+        held["params"][name].update({key: value for key, value in states.items() if key != "step"})
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     held["groups"] = [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups]
     steps = [state["step"] for state in inner.state.values() if "step" in state]
@@ -116,7 +118,8 @@ def gather(engine: Any, case: Case, *, linked: bool = False) -> dict[str, Any]:
     held["step_types"] = sorted({type(step).__name__ for step in steps})
     held["global_steps"], held["global_samples"] = engine.global_steps, engine.global_samples
     held["scheduler"] = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None
-    held["scale"] = float(getattr(engine.optimizer, "cur_scale", 1.0))
+    scale = getattr(engine.optimizer, "loss_scale_config", engine.optimizer)
+    held["scale"] = float(getattr(scale, "cur_scale", 1.0))
     held["low"] = {name: whole_low(parameter) for name, parameter in engine.module.named_parameters()}
     return held
 
@@ -126,11 +129,33 @@ def whole_low(parameter: Any) -> torch.Tensor:
         return parameter.detach().clone()
 
 
-def add_plain_states(engine: Any, params: dict[str, dict[str, torch.Tensor]]) -> None:
-    for name, parameter in engine.module.named_parameters():
-        for key, value in engine.optimizer.state.get(parameter, {}).items():
-            if key != "step":
-                params[name][key] = value.clone()
+def plain_states(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """What optimizers without ZeRO keep: a state a parameter, beside master weights one by one or flat for a group."""
+    optimizer = engine.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    found: dict[str, dict[str, torch.Tensor]] = {}
+
+    def add(name: str, master: torch.Tensor, of: Any) -> None:
+        kept = {key: value for key, value in inner.state.get(master, {}).items() if torch.is_tensor(value)}
+        found[name] = {
+            key: (of(value) if value.dim() else value).detach().clone()
+            for key, value in {"fp32": master, **kept}.items()
+        }
+
+    groups = getattr(optimizer, "fp16_groups", None) or [group["params"] for group in inner.param_groups]
+    flats = getattr(optimizer, "fp32_groups_flat", None)
+    masters = getattr(optimizer, "fp32_groups", groups)
+    for index, group in enumerate(groups):
+        start = 0
+        for at, parameter in enumerate(group):
+            if flats is None:
+                add(names[id(parameter)], masters[index][at], lambda value: value)
+            else:
+                part = slice(start, start + parameter.numel())
+                add(names[id(parameter)], flats[index], lambda value, part=part: value[part])
+            start += parameter.numel()
+    return found
 
 
 def keep(folder: Path, engine: Any, case: Case, *, linked: bool = False) -> dict[str, Any]:

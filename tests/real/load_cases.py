@@ -17,6 +17,7 @@ __all__ = ["PAIRS", "Pair", "pair_named"]
 WIDE = {"heads": 8, "kv_heads": 4, "vocab": 31}
 UNEVEN = {"heads": 6, "kv_heads": 3, "vocab": 31}
 TIED = {"heads": 4, "kv_heads": 2, "vocab": 32, "tied": True}
+OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 ROUND_ROBIN = {"zero_optimization": {"round_robin_gradients": True}}
 FROZEN = {"frozen": True, "buffers": True}
 
@@ -33,6 +34,8 @@ class Pair(LivePair):
     """Options of ``load_checkpoint``."""
     fault: str | None = None
     """What is made to go wrong on rank 1 alone."""
+    ordinary: bool = False
+    """Whether the folder that was saved is loaded, and not what was converted of it."""
     stock_folder: bool = False
     """Whether DeepSpeed's own converter makes the folder."""
     unrestored: str | None = None
@@ -180,6 +183,43 @@ def _others() -> list[Pair]:
     ]  # fmt: skip
 
 
+def _special() -> list[Pair]:
+    """Where DeepSpeed keeps master weights and states otherwise than most runs have it."""
+    pairs = []
+    for dtype in ("bf16", "fp16"):
+        unfused = Case(f"plain0_{dtype}", stage=0, dtype=dtype, groups=2)
+        fused = Case(f"fused0_{dtype}", stage=0, dtype=dtype, optimizer="fused_adam")
+        pairs += [
+            Pair(f"zero0_same_{dtype}", unfused, unfused, warm=1),
+            Pair(f"zero0_to_zero2_{dtype}", unfused, replace(unfused, stage=2), warm=1),
+            Pair(f"fused_same_{dtype}", fused, fused, warm=1),
+            Pair(f"fused_to_zero3_{dtype}", fused, replace(fused, stage=3, world=4)),
+        ]
+    hpz = Case("hpz", stage=3, world=4, dtype="bf16", config={"zero_optimization": {"zero_hpz_partition_size": 2}})
+    part = {"offload_optimizer": {"device": "cpu", "ratio": 0.4}, "sub_group_size": 70}
+    ratio = Case("ratio", stage=3, optimizer="cpu_adam", groups=2, config={"zero_optimization": part})
+    both = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    param = Case("offload_param", stage=3, config={"zero_optimization": both})
+    accumulate = Case("accumulate", stage=2, dtype="bf16", config={**BF16_OPTIMIZER, "gradient_accumulation_steps": 2})
+    moe = Case("moe_zero0", model="moe", stage=0, ep=2)
+    alone = replace(moe, name="moe_zero0_ep1", ep=1)
+    return [
+        *pairs,
+        Pair("hpz_same", hpz, hpz, warm=1),
+        Pair("hpz_to_zero1", hpz, replace(hpz, stage=1, world=2, config={})),
+        Pair("ratio_same", ratio, ratio, warm=1),
+        Pair("ratio_to_zero1", ratio, replace(ratio, stage=1, config=OFFLOAD)),
+        Pair("offload_param_same", param, param, warm=1),
+        Pair("offload_param_to_zero2", param, replace(param, stage=2, config={}), warm=1),
+        Pair("accumulate_same", accumulate, accumulate, warm=1),
+        Pair("accumulate_zero3_same", replace(accumulate, name="accumulate3", stage=3),
+             replace(accumulate, name="accumulate3", stage=3), warm=1),
+        Pair("accumulate_to_bf16opt", accumulate, replace(accumulate, stage=1), warm=1),
+        Pair("moe_zero0_same", moe, moe, warm=1, unrestored=r"^optimizer states of (\d+ .*)?(experts|moe\..*): the"),
+        Pair("moe_zero0_ep1", alone, alone, warm=1),
+    ]  # fmt: skip
+
+
 def _refused() -> list[Pair]:
     case = Case("zero1_dp2", steps=2)
     robin = Case("robin_dp2", stage=2, config=ROUND_ROBIN)
@@ -188,6 +228,15 @@ def _refused() -> list[Pair]:
         Pair("one_rank_elsewhere", case, case, fault="elsewhere", error=r"is no folder"),
         Pair("one_rank_cannot_read", case, case, fault="reading", error=r"was loaded in part.*made to fail"),
         Pair("one_rank_breaks", case, case, fault="bug", error=r"made to break"),
+        Pair("one_rank_lacks_a_file", case, case, ordinary=True, fault="lost", error=r"optim_states\.pt: is missing"),
+        Pair(
+            "one_rank_cannot_read_what_was_saved",
+            case,
+            case,
+            ordinary=True,
+            fault="reading",
+            error=r"saved was loaded in part.*made to fail",
+        ),
         Pair(
             "round_robin_source", robin, case, stock_folder=True, error=r"is not what the module held when it was saved"
         ),
@@ -229,7 +278,7 @@ def _experts() -> list[Pair]:
 
 
 PAIRS: tuple[Pair, ...] = (
-    *_plain(), *_tensor_parallel(), *_pipeline(), *_others(), *_refused(), *_versions(), *_experts(),
+    *_plain(), *_tensor_parallel(), *_pipeline(), *_others(), *_special(), *_refused(), *_versions(), *_experts(),
 )  # fmt: skip
 
 

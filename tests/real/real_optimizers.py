@@ -45,4 +45,12 @@ def build(name: str, params: Any) -> torch.optim.Optimizer:
         return torch.optim.RMSprop(params, lr=0.01, momentum=0.9, centered=True)
     if name == "adamax":
         return torch.optim.Adamax(params, lr=0.01)
+    if name == "fused_adam":
+        from deepspeed.ops.adam import FusedAdam
+
+        return FusedAdam(params, lr=0.01)
+    if name == "cpu_adam":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(params, lr=0.01)
     raise ValueError(f"no optimizer {name}")
