@@ -131,6 +131,12 @@ def verify_folder(
         manifest = Manifest.read(path) if listed else None
     except CheckpointFormatError as fault:
         unusable = fault
+    if manifest is not None and manifest.identity.get("options", {}).get("command") == "reshard":
+        raise PolicyError(
+            f"{path}: is a checkpoint that ds_affine reshard made, and --against compares what ds_to_universal makes. "
+            f"Compare the two with 'ds_affine diff --contents {source} {path}'.",
+            file=path,
+        )
     choices = _choices(manifest, options or {})
     try:
         outcome = verify_against(path, source, manifest, choices, settings, source_crc=source_crc)

@@ -85,8 +85,8 @@ def read_layout_document(document: object, subject: str = "the layout") -> Check
     optimizer = read.mapping(top.get("optimizer"), "'optimizer'")
     hyperparameters = optimizer.get("hyperparameters")
     states = optimizer.get("states")
-    maps = read.maps(top.get("maps"))
     try:
+        maps = read.maps(top.get("maps"))
         return CheckpointLayout(
             tp=read.count(topology.get("tp"), "'tp'", least=1),
             pp=read.count(topology.get("pp"), "'pp'", least=1),

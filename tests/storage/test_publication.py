@@ -26,7 +26,9 @@ def kill(folder, scenario, step=0):
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("scenario", ["fresh", "stock", "stock-fallback", "stock-fallback-refused"])
+@pytest.mark.parametrize(
+    "scenario", ["fresh", "stock", "stock-fallback", "stock-fallback-refused", "fresh-ordinary", "other-ordinary"]
+)
 def test_killed_before_any_call(tmp_path, scenario):
     said = kill(tmp_path, scenario)
     assert said["kills"] > 80
@@ -34,7 +36,7 @@ def test_killed_before_any_call(tmp_path, scenario):
     assert said["seen"]["new"] > 10
     # Without an exchange there is one moment between the two renames.
     assert said["seen"].get("between", 0) == ("fallback" in scenario)
-    assert said["reused"] == 4
+    assert said["reused"] == 4 + ("ordinary" in scenario)
 
 
 @pytest.mark.heavy

@@ -23,10 +23,22 @@ from deepspeed_affine.storage import rename
 from deepspeed_affine.storage.journal import Finished, Read, read_journal
 from deepspeed_affine.storage.manifest import MANIFEST_NAME, Manifest, ManifestFile
 from deepspeed_affine.storage.output import OutputFolder, examine, point_at, recover
+from deepspeed_affine.storage.targets import ORDINARY, UNIVERSAL
 
 REAL_WRITE = os.write
 FILES = {f"zero/p{n}/fp32.pt": bytes([n]) * (1000 * n) for n in range(1, 4)} | {"mp_rank_00_model_states.pt": b"model"}
 OLD = {"zero/p1/fp32.pt": b"old", "zero/gone/exp_avg.pt": b"older", "zero/optimizer_state.pt": b""}
+SHARD = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+kind_of_output = UNIVERSAL
+
+
+def make_ordinary() -> None:
+    """From now on the outputs are resharded checkpoints, which have optimizer files and another pointer."""
+    global kind_of_output
+    kind_of_output = ORDINARY
+    FILES[SHARD] = b"shard"
+    OLD[SHARD] = b"older shard"
+    OLD_OUTPUTS.update(other=published(OLD, "old"), damaged=damaged())
 
 
 def identity_of(name: str) -> dict[str, Any]:
@@ -53,8 +65,9 @@ def convert(target: str, *, overwrite: bool, name: str = "new", resume: bool = T
     if state.kind == "complete" and content(target) == published(FILES, name):
         return
     if state.kind in ("complete", "foreign") and not overwrite:
-        raise state.refusal()
-    with OutputFolder.open(target, identity_of(name), overwrite=overwrite, resume=resume) as output:
+        raise state.refusal(kind_of_output)
+    opened = OutputFolder.open(target, identity_of(name), overwrite=overwrite, resume=resume, kind=kind_of_output)
+    with opened as output:
         for path, data in FILES.items():
             known = output.finished.get(path)
             if known is not None:
@@ -106,7 +119,7 @@ def prepare(base: Path, old: dict[str, bytes] | None) -> None:
         for path, data in old.items():
             write_file(str(base / "out" / path), data)
     write_file(str(base / "before" / "x"), b"x")
-    point_at(str(base / "before"))
+    point_at(str(base / "before"), kind=kind_of_output)
 
 
 def killing(before: int, *, torn: bool, fallback: bool) -> None:
@@ -183,8 +196,8 @@ def check_reused(base: Path, files: dict[str, int]) -> int:
 
 def check_finished(base: Path, name: str = "new") -> None:
     assert content(base / "out") == published(FILES, name)
-    assert (base / "latest_universal").read_text() == "out"
-    assert sorted(os.listdir(base)) == ["before", "latest_universal", "out"]
+    assert (base / kind_of_output.latest).read_text() == "out"
+    assert sorted(os.listdir(base)) == ["before", kind_of_output.latest, "out"]
 
 
 def moments(action: Callable[[], None], **how: Any) -> Iterator[int]:
@@ -208,6 +221,8 @@ def main(base: Path, scenario: str, step: int) -> dict[str, Any]:
     # What the disk would forget, a kill does not.
     os.fsync = lambda fd: None
     kind, fallback, torn = scenario.split("-")[0], "fallback" in scenario, "torn" in scenario
+    if "ordinary" in scenario:
+        make_ordinary()
     old = OLD_OUTPUTS[kind]
     how = {"torn": torn, "fallback": fallback}
     target = str(base / "out")

@@ -1,4 +1,6 @@
-"""``ds_to_universal`` as one process of a job, made to misbehave in the middle of its work; see ``ranks.py``.
+"""A command as one process of a job, made to misbehave in the middle of its work; see ``ranks.py``.
+
+It is ``ds_affine reshard`` where the arguments begin so, else ``ds_to_universal``.
 
 RANK_DOES is ``RANK:WHAT:MOMENT``: when that rank (or every, ``all``) has finished its MOMENT-th file, or ``0.5s`` after
 it began, it does WHAT. RANK_SLOW is how many seconds every file takes at least, so that there is a middle. RANK_OPTIONS
@@ -15,7 +17,7 @@ import sys
 import threading
 import time
 
-from deepspeed_affine.cli import ds_to_universal
+from deepspeed_affine.cli import ds_affine, ds_to_universal
 from deepspeed_affine.storage.journal import Journal
 
 RANK = os.environ.get("RANK", "")
@@ -56,4 +58,5 @@ if MOMENT.endswith("s") and WHO in (RANK, "all"):
     timer.daemon = True
     timer.start()
 options = json.loads(os.environ.get("RANK_OPTIONS", "{}")).get(RANK, [])
-sys.exit(ds_to_universal([*sys.argv[1:], *options]))
+command = ds_affine if sys.argv[1] == "reshard" else ds_to_universal
+sys.exit(command([*sys.argv[1:], *options]))

@@ -1,0 +1,105 @@
+"""A checkpoint layout is a document that says it all, and a damaged document is an error that says where."""
+
+import copy
+import json
+
+import pytest
+
+from deepspeed_affine.errors import AffineError, CheckpointFormatError, InvalidMapError, UnsupportedLayoutError
+from deepspeed_affine.ir import contiguous_split_map, replicated_map
+from deepspeed_affine.plan.checkpoint_layout import CheckpointLayout, LayoutParam, LayoutRank
+from deepspeed_affine.plan.layout_document import LAYOUT_FORMAT, layout_digest, layout_document, read_layout_document
+
+
+def layout(**changes):
+    params = {
+        "w": LayoutParam(contiguous_split_map((8, 3), (4, 4), 0).canonical(), "bfloat16"),
+        "v": LayoutParam(contiguous_split_map((8, 3), (4, 4), 0).canonical(), "bfloat16"),
+        "norm": LayoutParam(replicated_map((3,), 2).canonical(), "float32", "frozen"),
+        "mean": LayoutParam(replicated_map((), 2).canonical(), "int64", "buffer"),
+    }
+    rank = LayoutRank(("w", "v", "tied", "norm", "mean"), (("w",), ("v",)), {"tied": "w"}, ((0, 1), (1, 1)))
+    fields = {
+        "tp": 2,
+        "pp": 1,
+        "dp": 3,
+        "stage": 3,
+        "params": params,
+        "ranks": (rank, rank),
+        "hyperparameters": (("betas", "lr"), ("lr",)),
+        "states": ("exp_avg",),
+        "config": {"zero_optimization": {"stage": 3}},
+        "version": "0.19.8",
+    }
+    return CheckpointLayout(**{**fields, **changes})
+
+
+def test_a_layout_comes_back_from_its_text():
+    for made in (layout(), layout(states=None, hyperparameters=None, config=None, info={"a": [1, None]})):
+        text = json.dumps(layout_document(made))
+        found = read_layout_document(json.loads(text))
+        assert found == made
+        assert layout_digest(found) == layout_digest(made)
+
+
+def test_equal_maps_are_stored_once_and_every_difference_changes_the_digest():
+    assert len(layout_document(layout())["maps"]) == 3
+    others = [layout(dp=4), layout(prefix="bf16_"), layout(states=None), layout(version="0.19.7"), layout(info={})]
+    assert len({layout_digest(made) for made in (layout(), *others)}) == 6
+
+
+def test_a_newer_document_is_refused():
+    document = {**layout_document(layout()), "format": LAYOUT_FORMAT + 1}
+    with pytest.raises(CheckpointFormatError, match=r"file: has format 2, newer than 1.*Update"):
+        read_layout_document(document, "file")
+
+
+def paths(value, path=()):
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in inner:
+        yield from paths(part, (*path, key))
+
+
+DOCUMENT = layout_document(layout())
+OF_DEEPSPEED = ("ds_config", "universal_checkpoint_info")
+
+
+@pytest.mark.parametrize("replacement", [None, -1, "x", [], {}, True, 10**30, [[1]]], ids=repr)
+def test_any_value_in_any_place_is_an_error_by_class_or_a_layout(replacement):
+    for path in paths(DOCUMENT):
+        if path and path[0] in OF_DEEPSPEED:
+            continue
+        document = copy.deepcopy(DOCUMENT)
+        if path:
+            at = document
+            for key in path[:-1]:
+                at = at[key]
+            at[path[-1]] = replacement
+        else:
+            document = replacement
+        faults = ()
+        try:
+            assert isinstance(read_layout_document(document, "file"), CheckpointLayout)
+        except AffineError as error:
+            faults = error.faults
+        assert [str(fault) for fault in faults if not str(fault).startswith("file: ")] == [], path
+
+
+def test_what_contradicts_itself_is_refused():
+    rank = layout().ranks[0]
+    short = LayoutRank(rank.names, (("w",), ("v",)), rank.aliases, ((0, 1),))
+    twice = LayoutRank(rank.names, (("w",), ("w",)), rank.aliases, ((0, 1), (1, 1)))
+    unknown = LayoutRank(rank.names, (("w",), ("x",)), rank.aliases, ((0, 1), (1, 1)))
+    far = LayoutRank(rank.names, (("w",), ("v",)), rank.aliases, ((0, 1), (1, 1), (2, 1)))
+    for wrong, said in ((short, "add up"), (twice, "in two groups"), (unknown, "'x'"), (far, "add up")):
+        with pytest.raises(InvalidMapError, match=said):
+            layout(ranks=(rank, wrong))
+    with pytest.raises(InvalidMapError, match="lists 1 ranks; 2 are expected"):
+        layout(ranks=(rank,))
+    with pytest.raises(InvalidMapError, match="dp is 0"):
+        layout(dp=0)
+    with pytest.raises(UnsupportedLayoutError, match="ZeRO-3 with 2 pipeline stages"):
+        layout(pp=2, ranks=(rank,) * 4)
+    with pytest.raises(UnsupportedLayoutError, match="ZeRO stage 0"):
+        layout(stage=0)
