@@ -25,6 +25,7 @@ setup(
             "flask",
             "flask-cors",
             "hypothesis",
+            "matplotlib",
             "moto[s3]",
             "mypy",
             "pytest",

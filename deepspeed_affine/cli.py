@@ -15,12 +15,14 @@ __all__ = ["ds_affine", "ds_to_universal"]
 VERBS = {
     "demo": "train a tiny model, convert its checkpoint and show that DeepSpeed's converter agrees",
     "diff": "compare two folders: layouts by layout id, contents by bytes, checkpoints and universal folders",
+    "explain": "plan a move between two topologies: who sends what to whom, who holds what; nothing is moved",
     "export": "write a checkpoint's weights as an NInfer container or as safetensors, streamed",
     "inspect": "describe a checkpoint folder from its metadata: topology, files, parameters, what is missing",
     "layout": "write a checkpoint's topology, maps and order as a file that reshard --layout takes",
     "ninfer": "describe, check, take apart and split NInfer v3 containers",
     "parity": "run DeepSpeed's converter and ours on one checkpoint and compare every file",
     "reshard": "write an ordinary checkpoint of another data-parallel size, ZeRO stage or topology",
+    "simulate": "plan a move between topologies of thousands of ranks from shapes alone",
     "verify": "read an output again: against its manifest, or every element against the checkpoint it was made from",
 }
 """The verbs of ``ds_affine``; each is a module of ``commands`` with ``add_arguments`` and ``run``."""

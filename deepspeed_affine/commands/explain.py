@@ -1,0 +1,151 @@
+"""``ds_affine explain``: what moving a checkpoint from one topology to another would copy from where to where."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+from deepspeed_affine.commands.text import say
+from deepspeed_affine.errors import InvalidMapError, PolicyError
+from deepspeed_affine.lowering.state_table import STEP
+
+if TYPE_CHECKING:
+    from deepspeed_affine.plan.checkpoint_layout import CheckpointLayout
+    from deepspeed_affine.plan.model import ModelPlan
+
+__all__ = ["add_arguments", "run"]
+
+FORMAT = 1
+SCALAR_STATES = (STEP,)
+"""One number for a parameter, and none of its shape."""
+
+STATE_BYTES = 4
+"""Master weights and optimizer states are kept in float32."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SOURCE", help="DeepSpeed checkpoint folder, or layout file")
+    parser.add_argument("target", metavar="TARGET", help="checkpoint folder or layout file of the topology to move to")
+    parser.add_argument(
+        "--what",
+        choices=("weights", "states"),
+        default="states",
+        help="the module's weights, or master weights with all optimizer states (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--policy",
+        choices=("balanced", "lowest"),
+        default="balanced",
+        help="which holder of a replica sends it (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--apart", action="store_true", help="the two topologies are different processes: rank 0 is not rank 0"
+    )
+    parser.add_argument("--param", metavar="NAME", help="plan this parameter alone")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw who holds what of --param, on both sides")
+    parser.add_argument("--all", action="store_true", help="show every pair of ranks")
+    parser.add_argument("--segments", action="store_true", help="with --json: the whole plan, every segment")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan and print; no tensor is read and nothing written but the picture. Returns 0."""
+    if args.plot is not None and args.param is None:
+        raise PolicyError("--plot: draws one parameter; name it with --param.")
+    if args.segments and not args.json:
+        raise PolicyError("--segments: is for --json; give both.")
+    source, target = _layout(args.source), _layout(args.target)
+    plan = _plan(args, source, target)
+    if args.plot is not None:
+        from deepspeed_affine.commands.picture import draw_maps
+
+        sides = [(side, f"{each.tp} tensor-parallel ranks") for side, each in ((source, source), (target, target))]
+        draw_maps(args.plot, args.param, [(side.params[args.param].layout, label) for side, label in sides])
+    if args.json:
+        from deepspeed_affine.commands.explaining import described
+
+        document: dict[str, Any] = {
+            "format": FORMAT,
+            "what": args.what,
+            "source": {"path": args.source, **_topology(source)},
+            "target": {"path": args.target, **_topology(target)},
+            **described(plan),
+        }
+        if args.segments:
+            document["plan"] = plan.to_dict()
+        say(json.dumps(document, indent=1))
+        return 0
+    from deepspeed_affine.commands.explaining import told
+
+    say(f"{args.what}: {_named(source)} to {_named(target)}")
+    for line in told(plan, everything=args.all):
+        say(line)
+    if args.plot is not None:
+        say(f"{args.plot}: written")
+    return 0
+
+
+def _layout(path: str) -> CheckpointLayout:
+    from deepspeed_affine.commands.layout_file import read_layout
+    from deepspeed_affine.commands.layout_of import layout_of
+    from deepspeed_affine.commands.reshard import source_options
+    from deepspeed_affine.execute.checkpoint import read_checkpoint
+    from deepspeed_affine.execute.conversion import build_plan
+    from deepspeed_affine.storage.files import absolute
+
+    if not path:
+        raise PolicyError("SOURCE or TARGET: is empty; expected a path. Is a shell variable not set?")
+    if os.path.isfile(path):
+        return read_layout(path)
+    checkpoint = read_checkpoint(absolute(path))
+    return layout_of(checkpoint, build_plan(checkpoint, source_options())[0])
+
+
+def _topology(layout: CheckpointLayout) -> dict[str, int]:
+    return {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "zero_stage": layout.stage}
+
+
+def _named(layout: CheckpointLayout) -> str:
+    return f"TP {layout.tp}, PP {layout.pp}, DP {layout.dp}, ZeRO-{layout.stage}"
+
+
+def _plan(args: argparse.Namespace, source: CheckpointLayout, target: CheckpointLayout) -> ModelPlan:
+    from deepspeed_affine.plan.model import plan_model
+    from deepspeed_affine.plan.placing import checkpoint_placements
+    from deepspeed_affine.storage.dtypes import item_size
+
+    listed = source.states if source.states is not None else target.states or ()
+    states = 1 + len([state for state in listed if state not in SCALAR_STATES])
+    sizes = {
+        name: STATE_BYTES * states if args.what == "states" else item_size(param.dtype)
+        for name, param in source.params.items()
+    }
+    sizes = {**{name: item_size(param.dtype) for name, param in target.params.items()}, **sizes}
+    placed = [checkpoint_placements(each, args.what, sizes) for each in (source, target)]
+    wanted = placed[1]
+    if args.param is not None:
+        if args.param not in wanted:
+            raise InvalidMapError(
+                f"--param {args.param}: the target has no {args.what} of this name; ds_affine inspect --params lists "
+                "what there is.",
+                param=args.param,
+            )
+        wanted = {args.param: wanted[args.param]}
+    rows = {name: _rows(name, source, target) for name in wanted if name in placed[0]}
+    known = {name: count for name, count in rows.items() if count is not None}
+    return plan_model(wanted, placed[0], policy=args.policy, same_ranks=not args.apart, valid_rows=known, bound=True)
+
+
+def _rows(name: str, source: CheckpointLayout, target: CheckpointLayout) -> int | None:
+    """The rows that are no padding, where the two F differ by the height of a vocabulary and nothing else."""
+    ours, theirs = (each.params[name].layout.logical_shape for each in (source, target))
+    if ours == theirs or len(ours) != len(theirs) or ours[1:] != theirs[1:]:
+        return None
+    lowest = min(ours[0], theirs[0])
+    for side in (source, target):
+        recorded = side.info.get("original_vocab_size") if isinstance(side.info, dict) else None
+        if type(recorded) is int and 0 < recorded <= lowest:
+            return recorded
+    return lowest

@@ -1,0 +1,93 @@
+"""Placements of a checkpoint's parameters: which process has which part of what, by its layout.
+
+Processes are numbered as DeepSpeed's pipeline topology numbers them: pipeline stages outermost, then data-parallel
+ranks, then tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+from deepspeed_affine.ir import AffinePiece, ParamAffineMap, compose_maps
+from deepspeed_affine.plan.checkpoint_layout import CheckpointLayout
+from deepspeed_affine.plan.model import Placement
+from deepspeed_affine.plan.partition import reserved_numel
+
+__all__ = ["Content", "checkpoint_placements"]
+
+Content = Literal["weights", "states"]
+"""The module's own tensors, or the master weights with all optimizer states."""
+
+Part = tuple[int, int, int, int]
+"""``(tensor-parallel rank, process, start, stop)``: elements of a rank's flattened shard."""
+
+
+def checkpoint_placements(
+    layout: CheckpointLayout, content: Content, itemsizes: Mapping[str, int]
+) -> dict[str, Placement]:
+    """Where every parameter lies: ``weights`` on all data-parallel ranks (ZeRO-3: cut), ``states`` cut over them.
+
+    ``itemsizes`` are bytes of an element by parameter, for states of all states together. Parameters on several
+    pipeline stages (tied ones) are on each. Frozen parameters and buffers have no states.
+    """
+    if content == "weights" and layout.stage != 3:
+        return {name: Placement(layout.params[name].layout, held, itemsizes[name]) for name, held in _copies(layout)}
+    parts: dict[str, list[Part]] = defaultdict(list)
+    for name, part in _parts(layout):
+        parts[name].append(part)
+    placements = {name: Placement.own(_cut(layout, name, rows), itemsizes[name]) for name, rows in parts.items()}
+    if content == "weights":
+        for name, held in _copies(layout):
+            if name not in placements:
+                placements[name] = Placement(layout.params[name].layout, held, itemsizes[name])
+    return placements
+
+
+def _process(layout: CheckpointLayout, mp: int, dp: int) -> int:
+    return (mp // layout.tp * layout.dp + dp) * layout.tp + mp % layout.tp
+
+
+def _copies(layout: CheckpointLayout) -> Iterator[tuple[str, dict[int, tuple[int, ...]]]]:
+    found: dict[str, dict[int, list[int]]] = {}
+    for mp, rank in enumerate(layout.ranks):
+        names = dict.fromkeys([*rank.optimized, *(rank.names or ())])
+        for name in names:
+            if name not in rank.aliases:
+                held = found.setdefault(name, {}).setdefault(mp % layout.tp, [])
+                held += [_process(layout, mp, dp) for dp in range(layout.dp)]
+    for name, by_location in found.items():
+        if set(by_location) == set(layout.params[name].layout.ranks):
+            yield name, {location: tuple(ranks) for location, ranks in sorted(by_location.items())}
+
+
+def _parts(layout: CheckpointLayout) -> Iterator[tuple[str, Part]]:
+    for mp, rank in enumerate(layout.ranks):
+        tp = mp % layout.tp
+        for number, group in enumerate(rank.groups):
+            if layout.stage == 3:
+                for name in group:
+                    numel = layout.params[name].shard_numel(tp)
+                    reserved = reserved_numel(numel, layout.dp)
+                    for dp in range(layout.dp):
+                        start, stop = dp * reserved, min((dp + 1) * reserved, numel)
+                        if start < stop:
+                            yield name, (tp, _process(layout, mp, dp), start, stop)
+            else:
+                for dp, run in layout.flat_group(mp, number).runs():
+                    yield group[run.index], (tp, _process(layout, mp, dp), run.start, run.start + run.numel)
+
+
+def _cut(layout: CheckpointLayout, name: str, parts: list[Part]) -> ParamAffineMap:
+    """The map whose locations are processes, each holding one interval of a flattened shard."""
+    outer = layout.params[name].layout
+    inner = {}
+    for tp in outer.ranks:
+        mine = [(process, start, stop) for at, process, start, stop in parts if at == tp]
+        inner[tp] = ParamAffineMap(
+            outer.shard_shapes[tp],
+            {process: (stop - start,) for process, start, stop in mine},
+            {process: [AffinePiece((stop - start,), start, (1,), 0, (1,), [process])] for process, start, stop in mine},
+        )
+    return compose_maps(outer, inner)

@@ -1,0 +1,212 @@
+"""``ds_affine explain`` and ``simulate``: totals that add up, pictures that are right, and refusals."""
+
+import json
+
+import numpy as np
+import pytest
+from synthetic import COLUMN, REPLICATED, ROW, Cut, Param, World, make, random_full
+
+from deepspeed_affine.cli import ds_affine
+from deepspeed_affine.commands.picture import SAMPLES, draw_maps, held_by
+from deepspeed_affine.errors import UnsupportedLayoutError
+from deepspeed_affine.ir import AffinePiece, ParamAffineMap, contiguous_split_map, replicated_map
+from deepspeed_affine.plan.model import ModelPlan
+
+PARAMS = [
+    Param("a.weight", random_full((8, 6), 1), COLUMN),
+    Param("b.weight", random_full((5, 8), 3), ROW),
+    Param("norm", random_full((7,), 4), REPLICATED),
+]
+ELEMENTS = 48 + 40 + 7
+
+
+def saved(tmp_path, name, world, params=PARAMS):
+    return str(make(world, params).save(tmp_path / name))
+
+
+@pytest.fixture
+def two(tmp_path):
+    return saved(tmp_path, "source", World(stage=1, tp=2, dp=2)), saved(tmp_path, "target", World(stage=3, tp=1, dp=3))
+
+
+def explained(capsys, *arguments):
+    assert ds_affine(["explain", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_totals_add_up(two, capsys):
+    found = explained(capsys, *two, "--segments")
+    # fp32 and Adam's two moments.
+    assert found["moved_bytes"] + found["local_bytes"] == ELEMENTS * 12
+    assert sum(row["bytes"] for row in found["traffic"]) == ELEMENTS * 12
+    assert found["local_bytes"] == sum(row["bytes"] for row in found["traffic"] if row["local"])
+    assert found["source"] == {"path": two[0], "tp": 2, "pp": 1, "dp": 2, "zero_stage": 1}
+    assert found["balance"]["ratio"] >= 1
+    plan = ModelPlan.from_dict(found["plan"])
+    assert plan.moved_bytes == found["moved_bytes"]
+    assert len(plan.plans) == found["parameters"] == 3
+    apart = explained(capsys, *two, "--apart")
+    assert (apart["moved_bytes"], apart["local_bytes"]) == (ELEMENTS * 12, 0)
+
+
+def test_weights_of_every_copy(two, capsys):
+    found = explained(capsys, two[1], two[0], "--what", "weights")
+    width = 4
+    assert found["moved_bytes"] + found["local_bytes"] == 2 * (ELEMENTS + 7) * width
+    one = explained(capsys, two[1], two[0], "--what", "weights", "--param", "norm")
+    assert one["moved_bytes"] + one["local_bytes"] == 4 * 7 * width
+
+
+def test_text_for_a_person(two, capsys):
+    assert ds_affine(["explain", *two]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("states: TP 2, PP 1, DP 2, ZeRO-1 to TP 1, PP 1, DP 3, ZeRO-3\n")
+    assert "heaviest sender" in said
+    assert "times the least possible" in said
+
+
+def test_a_layout_file_is_as_good_as_the_checkpoint(two, tmp_path, capsys):
+    layout = str(tmp_path / "target.json")
+    assert ds_affine(["layout", two[1], "-o", layout]) == 0
+    capsys.readouterr()
+    one, other = explained(capsys, two[0], layout), explained(capsys, *two)
+    assert one.pop("target")["path"] == layout
+    other.pop("target")
+    assert one == other
+
+
+def test_two_paddings_of_a_vocabulary(tmp_path, capsys):
+    def world(tp):
+        return World(stage=1, tp=tp, dp=1)
+
+    sides = []
+    for tp, height in ((4, 16), (2, 14)):
+        params = [Param("embed", random_full((height, 4), 9), Cut("vocab", original_rows=13))]
+        sides.append(saved(tmp_path, str(tp), world(tp), params))
+    found = explained(capsys, *sides)
+    assert found["moved_bytes"] + found["local_bytes"] == 13 * 4 * 12
+    assert found["unfilled_elements"] == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--plot", "x.png"], "--param"),
+        (["--segments"], "--json"),
+        (["--param", "nothing"], "nothing"),
+        (["--param", "norm", "--plot", "no/such/folder/x.png"], "cannot be written"),
+        (["--param", "norm", "--plot", "x.unknown"], "cannot be written"),
+    ],
+)
+def test_refusals(two, tmp_path, monkeypatch, capsys, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    assert ds_affine(["explain", *two, *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_is_no_checkpoint(two, tmp_path, capsys):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for side in (str(empty), str(tmp_path / "none"), ""):
+        assert ds_affine(["explain", two[0], side]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    other = saved(tmp_path, "other", World(stage=1, tp=1, dp=1), [Param("b.weight", random_full((5, 9), 3), COLUMN)])
+    assert ds_affine(["explain", two[0], other]) == 2
+    assert "(5, 9)" in capsys.readouterr().err
+
+
+def test_a_picture_is_written(two, tmp_path, capsys):
+    picture = tmp_path / "map.png"
+    assert ds_affine(["explain", *two, "--param", "b.weight", "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(UnsupportedLayoutError, match=r"deepspeed-affine\[plot\]"):
+        draw_maps(str(tmp_path / "x.png"), "w", [(replicated_map((2, 2), 1), "one")])
+
+
+def test_a_picture_shows_the_holders_of_every_element():
+    layouts = [
+        contiguous_split_map((6, 5), (3, 2), 1),
+        replicated_map((4,), 3),
+        replicated_map((), 2),
+        ParamAffineMap(
+            (2, 6),
+            {0: (6,), 1: (6,)},
+            {
+                0: [AffinePiece((6,), 0, (2,), 0, (1,), [0])],
+                1: [AffinePiece((6,), 1, (2,), 0, (1,), [1])],
+            },
+        ),
+    ]
+    for layout in layouts:
+        picture, sets = held_by(layout)
+        flat = picture.reshape(-1)
+        holders = layout.holders()
+        assert len(flat) == layout.numel
+        assert [frozenset(sets[number]) for number in flat] == [holders[at] for at in range(layout.numel)]
+
+
+def test_a_large_map_is_sampled():
+    picture, sets = held_by(contiguous_split_map((50_000, 30_000), (10_000, 40_000), 0))
+    assert picture.shape == (SAMPLES, SAMPLES)
+    assert sets == [(0,), (1,)]
+    assert abs(np.mean(picture == 0) - 0.2) < 0.01
+    hole = contiguous_split_map((4, 4), (2, 2), 0).restrict_rows(0, 3)
+    assert (held_by(hole)[0][3] == -1).all()
+
+
+def simulated(capsys, *arguments):
+    assert ds_affine(["simulate", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_simulation_of_thousands_of_ranks(capsys):
+    """2,048 ranks to 1,024: every target copy gets its part, and no sender more than it must."""
+    found = json.loads(
+        simulated(
+            capsys,
+            *("--model", "llama-7b", "--source", "tp8,pp4,dp64", "--target", "tp4,pp8,dp32", "--json"),
+        )
+    )
+    assert (found["source"]["ranks"], found["target"]["ranks"]) == (2048, 1024)
+    norms = (2 * 32 + 1) * 4096
+    total = 6_738_415_616 - norms + norms * 4
+    assert found["moved_bytes"] + found["local_bytes"] == total * 32 * 2
+    assert found["balance"]["ratio"] < 1.05
+    assert found["segments"] < 100_000
+    states = json.loads(
+        simulated(
+            capsys,
+            *("--model", "llama-7b", "--source", "tp8,pp4,dp64,zero1", "--target", "tp4,pp8,dp32,zero3"),
+            *("--what", "states", "--json"),
+        )
+    )
+    assert states["moved_bytes"] + states["local_bytes"] == total * 12
+
+
+def test_a_model_of_ones_own(tmp_path, capsys):
+    file = tmp_path / "model.json"
+    file.write_text(json.dumps({"tensors": [{"name": "w", "shape": [64, 64], "axis": 0}]}))
+    common = ["--model", str(file), "--source", "tp4", "--target", "tp2,dp8"]
+    said = simulated(capsys, *common, "--host-ranks", "8", "--apart", "--all")
+    assert "4 ranks) to tp2,pp1,dp8,zero0 (16 ranks)" in said
+    assert "65.5 KB" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (["--model", "gpt-9"], "known are"),
+        (["--model", "."], "cannot be read"),
+        (["--source", "tp2,tp2"], "each once"),
+        (["--weight-bytes", "0"], "--weight-bytes"),
+        (["--host-ranks", "-1"], "--host-ranks"),
+    ],
+)
+def test_refusals_of_a_simulation(capsys, change, said):
+    given = {"--model": "llama-7b", "--source": "tp2", "--target": "tp4", change[0]: change[1]}
+    assert ds_affine(["simulate", *[part for pair in given.items() for part in pair]]) == 2
+    assert said in capsys.readouterr().err
