@@ -51,6 +51,14 @@ class Planning:
     strictness: Strictness
     faults: Faults
     report: Reporting
+    _stepped: frozenset[str] | None = None
+
+    def was_stepped(self, live: LiveParam) -> bool:
+        """Whether the saved optimizer had the parameter, and states: then some are stored, or were lost since."""
+        if self._stepped is None:
+            names = frozenset(name for model in self.offered.models for group in model.groups for name in group)
+            self._stepped = names if any(self.offered.state_names(name) for name in names) else frozenset()
+        return live.universal in self._stepped
 
     def check_part(self, live: LiveParam, state: str, start: int, numel: int) -> bool:
         """Whether these elements can be taken; what is wrong with them is noted, and how many bytes they are."""
@@ -125,7 +133,7 @@ class PartitionLoad:
         planning, name = self.planning, live.name
         stored = self._tensor_states(live)
         wanted = self._wanted()
-        if not stored and wanted.required:
+        if not stored and wanted.required and not planning.was_stepped(live):
             why = "the checkpoint has none for it: it was frozen, saved before the first step, or saved without ZeRO"
             planning.report.left(f"optimizer states of {name}", f"{why}. They start from zero")
             return

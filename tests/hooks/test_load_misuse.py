@@ -133,6 +133,19 @@ def test_weights_that_are_gone_are_not_made_up_from_the_modules(copy):
     assert error.faults[0].param == "down.weight"
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_states_that_are_gone_are_missing_and_those_that_never_were_are_not(copy, stage):
+    (copy / "affine_manifest.json").unlink()
+    for name in ("exp_avg", "exp_avg_sq", "step"):
+        (copy / "zero" / "down.weight" / f"{name}.pt").unlink()
+    engine = engines.make_engine(stage, model=engines.Small(frozen=False), seed=2)
+    error = unchanged_by(engine, copy, match=r"optimizer state 'exp_avg' of down\.weight: is kept by")
+    assert {fault.param for fault in error.faults} == {"down.weight"}
+    report = deepspeed_affine.load_checkpoint(engine, copy, missing="ignore")
+    (row,) = [row for row in report.not_restored if row.what == "optimizer states of norm.weight"]
+    assert "it was frozen" in row.why
+
+
 # ---------------------------------------------------------------- another model
 
 
