@@ -7,7 +7,6 @@ stored them and multiplied by that of the rank that holds them now, each rounded
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import prod
 from typing import TYPE_CHECKING
 
 from deepspeed_affine.execute.gather import PieceReader, Words, piece_view, word_of
@@ -30,8 +29,8 @@ class PlannedPart:
     """Elements ``[start, start + numel)`` of rank ``rank``'s flattened shard, as pieces of the storages behind F.
 
     ``task`` says how F would be made, its pieces leading to ``storages``; elements beyond those it would write (the
-    source's vocabulary padding) are never read. ``covered`` elements have a source. ``nbytes`` is what they take where
-    they are stored. The cost is near-linear in pieces, whatever the number of elements.
+    source's vocabulary padding) are never read. ``covered`` elements have a source. The cost is near-linear in pieces,
+    whatever the number of elements.
     """
 
     def __init__(
@@ -46,12 +45,15 @@ class PlannedPart:
         self.task = task
         self.storages = storages
         self.numel = numel
-        wanted = list(_wanted(layout.pieces_by_rank[rank], start, numel))
-        stored = list(_written(task))
-        touching = overlapping([_hull(piece) for piece in wanted], [_hull(piece) for piece in stored])
-        self.parts = [pair for i, j in touching for pair in meet(stored[j], wanted[i])]
-        self.covered = min(numel, sum(target.numel for _, target in self.parts))
-        self.nbytes = sum(source.numel * _storage(source, storages).itemsize for source, _ in self.parts)
+        wanted = list(_wanted(layout.pieces_by_rank[rank], start, numel, task.numel))
+        touching = overlapping([_hull(piece) for piece in wanted], [_hull(piece) for piece in task.pieces])
+        self.parts = [pair for i, j in touching for pair in meet(task.pieces[j], wanted[i])]
+        self.covered = sum(piece.numel for piece in wanted)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it needs, where they are stored."""
+        return self.covered * _storage(self.task.pieces[0], self.storages).itemsize if self.covered else 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -68,7 +70,7 @@ class PlannedPart:
         this rank's scale; those without a source are zero."""
         import torch
 
-        if self.covered < self.numel or self.task.numel < prod(self.task.map_shape):
+        if self.covered < self.numel:
             out.zero_()
         if not self.covered:
             return
@@ -124,14 +126,16 @@ def as_kind(dtype: str) -> torch.dtype:
     return found
 
 
-def _wanted(layout: Sequence[AffinePiece], start: int, numel: int) -> Iterator[AffinePiece]:
-    """What of F lies in an interval of a flattened shard, and where in the interval it goes; the shard's scale."""
+def _wanted(layout: Sequence[AffinePiece], start: int, numel: int, written: int) -> Iterator[AffinePiece]:
+    """What of the first ``written`` elements of F lies in an interval of a flattened shard, and where in the interval
+    it goes; the shard's scale."""
     window = AffinePiece((numel,), start, (1,), 0, (1,), (0,))
+    real = AffinePiece((written,), 0, (1,), 0, (1,), (0,))
     for piece in layout:
         if not piece.numel or piece.dest_end <= start or start + numel <= piece.dest_offset:
             continue
         for held, placed in meet(piece, window, on=("dest", "source")):
-            yield AffinePiece(
+            found = AffinePiece(
                 held.shape,
                 held.source_offset,
                 held.source_strides,
@@ -140,19 +144,10 @@ def _wanted(layout: Sequence[AffinePiece], start: int, numel: int) -> Iterator[A
                 (0,),
                 piece.scale,
             )
-
-
-def _written(task: TensorFile) -> Iterator[AffinePiece]:
-    """The pieces of those elements of F that a conversion would write."""
-    if task.numel == prod(task.map_shape):
-        yield from (piece for piece in task.pieces if piece.numel)
-        return
-    kept = AffinePiece((task.numel,), 0, (1,), 0, (1,), (0,))
-    for piece in task.pieces:
-        if piece.numel and piece.source_end <= task.numel:
-            yield piece
-        elif piece.numel and piece.source_offset < task.numel:
-            yield from (part for part, _ in meet(piece, kept))
+            if found.source_end <= written:
+                yield found
+            elif found.source_offset < written:
+                yield from (part for part, _ in meet(found, real))
 
 
 def _blocks(source: AffinePiece, target: AffinePiece) -> Iterator[tuple[AffinePiece, AffinePiece]]:

@@ -172,6 +172,19 @@ def scaled_source(tmp_path, **options):
     return Source(world, tmp_path, made, **options), bias
 
 
+def test_elements_a_rank_saved_twice_count_once(tmp_path):
+    twice = ParamAffineMap((4,), {0: (8,)}, {0: [AffinePiece((4,), 0, (1,), at, (1,), (0,)) for at in (0, 4)]})
+    world = World(
+        version=0.5, info={"affine_map": {"version": 1, "params": {synthetic.exact("keys"): twice.to_dict()}}}
+    )
+    full = random_full((4,), 9)
+    made = make(world, [Param("keys", torch.cat([full, full]), REPLICATED)])
+    source = Source(world, tmp_path, made)
+    out, part = source.filled("keys", "fp32", replicated_map((6,), 1), 0)
+    assert torch.equal(out, torch.cat([full, torch.zeros(2)]))
+    assert (part.covered, part.nbytes) == (4, 16)
+
+
 def test_scales_of_both_sides_are_applied_as_converting_and_loading_would(tmp_path):
     source, stored = scaled_source(tmp_path, scaled_states=ScaledStates.POWER)
     third, fifth = 1 / 3, 1 / 5
@@ -238,6 +251,15 @@ def test_what_no_pattern_names_is_taken_for_copies_where_the_engine_holds_it_who
     out, _ = source.filled("norm", "exp_avg", replicated_map((6,), 1), 0)
     assert torch.equal(out, made.truth["norm", "exp_avg"])
     assert not source.plans.take_as_copies("down", (6, 4))
+    frozen = make(
+        world, [Param("up", random_full((8, 6), 3), COLUMN), Param("scale", random_full((5,), 8), kind="frozen")]
+    )
+    for mp in (0, 1):
+        frozen.model(mp)["universal_checkpoint_info"]["tp_replicated_parameter_patterns"] = []
+    of_module = Source(world, tmp_path / "frozen", frozen)
+    assert of_module.plans.take_as_copies("scale", (5,))
+    out, _ = of_module.filled("scale", "fp32", replicated_map((5,), 1), 0)
+    assert torch.equal(out, frozen.truth["scale", "fp32"])
     address = made.optim(0, 1)["param_slice_mappings"][0]["norm"]
     made.optim(0, 1)["single_partition_of_fp32_groups"][0][address.start] += 1
     source = Source(world, tmp_path / "differ", made)

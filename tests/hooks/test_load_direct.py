@@ -14,6 +14,8 @@ from test_load_refusals import Wider, unchanged_by
 
 import deepspeed_affine
 from deepspeed_affine.errors import AffineError, CheckpointFormatError, IntegrityError, UnsupportedLayoutError
+from deepspeed_affine.hooks import ordinary
+from deepspeed_affine.storage.checkpoint_file import load_checkpoint_file
 
 # ---------------------------------------------------------------- any topology, into one process
 
@@ -237,6 +239,27 @@ def test_another_save_among_the_files(spoilt, topologies):
     name = made.optim_name(1, 1)
     synthetic.save(made.files[name], spoilt / name)
     unchanged_by(whole(), spoilt, missing="ignore", kind=AffineError, match="state 'step' differs")
+
+
+def test_a_rank_of_another_precision(spoilt, topologies):
+    made = topologies("zero2_tp2_dp2")[0].copy()
+    state = made.optim(1, 1)["base_optimizer_state"]["state"][0]
+    state["exp_avg"] = state["exp_avg"].bfloat16()
+    name = made.optim_name(1, 1)
+    synthetic.save(made.files[name], spoilt / name)
+    unchanged_by(whole(), spoilt, missing="ignore", match="state 'exp_avg' of parameter group 0 .* has dtype bfloat16")
+
+
+def test_every_file_is_parsed_once(topologies, monkeypatch):
+    parsed = []
+
+    def load(path):
+        parsed.append(path)
+        return load_checkpoint_file(path)
+
+    monkeypatch.setattr(ordinary, "load_checkpoint_file", load)
+    deepspeed_affine.load_checkpoint(whole(), topologies("zero3_tp2_dp2")[1], missing="ignore")
+    assert len(parsed) == len(set(parsed)) == 8
 
 
 def test_copies_that_differ_are_found_when_asked(spoilt, topologies):
