@@ -12,7 +12,7 @@ from deepspeed_affine.execute.checkpoint import Checkpoint
 from deepspeed_affine.execute.module_tensors import ModuleTensors
 from deepspeed_affine.execute.other_files import copied_files, object_files
 from deepspeed_affine.execute.tensor_files import BARE, ConversionOptions, Entries, Source, TensorFiles
-from deepspeed_affine.ir import ParamAffineMap, replicated_map
+from deepspeed_affine.ir import ParamAffineMap, exact_name, replicated_map
 from deepspeed_affine.lowering import keys
 from deepspeed_affine.lowering.experts import expert_map
 from deepspeed_affine.lowering.lowered import LoweredParam, Rule, SubParamEntry
@@ -264,6 +264,8 @@ def patterns_without_parameter(
     names = {*checkpoint.experts}
     for file in checkpoint.model_files:
         names.update(file.module or (), file.frozen_shapes, file.aliases)
+    # A save may leave frozen parameters out; what was collected of the live model has a map of each.
+    names.update(name for key in info.maps if (name := exact_name(key)) is not None)
     names.difference_update(param.name for param in lowered)
     placed = {key for name in names for key in info.category_patterns_of(name)}
     return tuple(key for key in unused_patterns(info, lowered) if key not in placed)

@@ -12,6 +12,7 @@ from test_load_refusals import unchanged_by
 from torch import nn
 
 import deepspeed_affine
+from deepspeed_affine.cli import ds_to_universal
 from deepspeed_affine.errors import CheckpointFormatError, PolicyError
 
 
@@ -222,6 +223,23 @@ def test_a_checkpoint_without_one_name_of_the_model_is_never_ignored_away(saved,
     )
     universal = save(wrapped, tmp_path)
     unchanged_by(engines.make_engine(1), universal, match="The checkpoint's names are the engine's with '_orig_mod.'")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_frozen_parameters_that_a_save_leaves_out_do_not_stand_in_the_way(tmp_path, stage):
+    engine = engines.make_engine(stage)
+    engines.take_steps(engine, 1)
+    with deepspeed_affine.attach(engine):
+        engine.save_checkpoint(str(tmp_path), tag="saved", exclude_frozen_parameters=True)
+    universal = tmp_path / "universal"
+    folders = ["--input_folder", str(tmp_path / "saved"), "--output_folder", str(universal)]
+    assert ds_to_universal(["--affine", *folders, "--no-fsync"]) == 0
+    other = engines.make_engine(1, seed=2)
+    unchanged_by(
+        other, universal, match="1 missing.*\nparameter norm.weight: is in the model and not in the checkpoint"
+    )
+    report = deepspeed_affine.load_checkpoint(other, universal, missing="ignore")
+    assert set(report.weights) == {name for name, _ in other.module.named_parameters()} - {"norm.weight"}
 
 
 # ---------------------------------------------------------------- another optimizer
