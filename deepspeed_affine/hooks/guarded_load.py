@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults, UnsupportedLayoutError
 from deepspeed_affine.hooks.agreement import together
 from deepspeed_affine.hooks.client_state import knows_universal_experts
+from deepspeed_affine.hooks.optimizers import refuse_absent, stays_on_accelerator
 from deepspeed_affine.hooks.restoring import Restorer
+from deepspeed_affine.hooks.state_forms import state_dtype
 from deepspeed_affine.hooks.stock_limits import check_groups, check_states
 from deepspeed_affine.hooks.stored_params import FP32, STEP
 from deepspeed_affine.hooks.wholeness import check_whole
@@ -91,6 +93,8 @@ def _check(engine: Any, restorer: Restorer, load_dir: str, tag: str, weights_onl
             f"{folder}: before 0.19.4 DeepSpeed's load_checkpoint reads the expert files of an ordinary checkpoint, "
             f"which a universal one does not have. Call {OURS} instead."
         )
+    refuse_absent(engine.optimizer)
+    _refuse_loss(restorer, folder)
     if _deals_out(engine.optimizer):
         raise UnsupportedLayoutError(
             f"{folder}: with round_robin_gradients on several ranks, DeepSpeed's load_checkpoint fills the master "
@@ -173,6 +177,30 @@ def _check_params(restorer: Restorer, zero: str, stage3: tuple[str, ...], faults
                     stored.part(live, state, 0, 0)
             except AffineError as fault:
                 faults.add(fault)
+
+
+def _refuse_loss(restorer: Restorer, folder: str) -> None:
+    """UnsupportedLayoutError where the loader would give states to another optimizer, or round them."""
+    import torch
+
+    optimizer = restorer.optimizer
+    if not restorer.is_stage3:
+        flats = [restorer.flat(index) for index, group in enumerate(restorer.groups) if group]
+    else:
+        flats = list(optimizer.fp32_partitioned_groups_flat)
+        if any(stays_on_accelerator(optimizer, index) for index in range(len(flats))):
+            raise UnsupportedLayoutError(
+                f"{folder}: with offload_optimizer.ratio below 1, DeepSpeed's load_checkpoint gives the states of the "
+                "sub-groups that stay on the accelerator to the CPU's optimizer, which does not step them. Call "
+                f"{OURS} instead."
+            )
+    for flat in flats:
+        kept = state_dtype(optimizer.optimizer, flat, torch.float32)
+        if kept != flat.dtype:
+            raise UnsupportedLayoutError(
+                f"{folder}: the engine keeps master weights in {flat.dtype} and their states in {kept}; DeepSpeed's "
+                f"load_checkpoint makes the states {flat.dtype} too. Call {OURS} instead."
+            )
 
 
 def _deals_out(optimizer: Any) -> bool:

@@ -16,7 +16,17 @@ from deepspeed_affine.errors import UnsupportedLayoutError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Fragment", "Partition", "fragments", "inner_optimizer", "partitions", "stage_of", "zero3_part"]
+__all__ = [
+    "Fragment",
+    "Partition",
+    "fragments",
+    "inner_optimizer",
+    "partitions",
+    "refuse_absent",
+    "stage_of",
+    "stays_on_accelerator",
+    "zero3_part",
+]
 
 
 @dataclass(eq=False, slots=True)
@@ -104,7 +114,7 @@ def partitions(engine: Any) -> list[Partition]:
     if optimizer is None or type(optimizer).__name__ == "DeepSpeedZeRoOffload":
         return []
     names = _Names(engine.module)
-    _refuse_absent(optimizer)
+    refuse_absent(optimizer)
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         return _zero3(optimizer, names)
     if hasattr(optimizer, "single_partition_of_fp32_groups"):
@@ -158,7 +168,8 @@ class _Names:
         return tuple(self[parameter] for parameter in parameters)
 
 
-def _refuse_absent(optimizer: Any) -> None:
+def refuse_absent(optimizer: Any) -> None:
+    """Raises UnsupportedLayoutError for an optimizer whose tensors are not in memory or not known here, by name."""
     kind = type(optimizer).__qualname__
     if getattr(optimizer, "swap_optimizer", False):
         raise UnsupportedLayoutError(
@@ -176,6 +187,12 @@ def _refuse_absent(optimizer: Any) -> None:
         raise UnsupportedLayoutError(
             "The engine's states are offloaded (engine.offload_states was called); expected them in place. Call "
             "engine.reload_states() first."
+        )
+    if kind.startswith("MiCS"):
+        raise UnsupportedLayoutError(
+            f"The engine's optimizer is a {kind} (mics_shard_size is set), which partitions over a part of the ranks "
+            "and which DeepSpeed has given up; expected ZeRO-3 over all of them. Leave mics_shard_size out for the run "
+            "that loads; zero_hpz_partition_size keeps a partition in each node instead."
         )
     if getattr(optimizer, "zenflow", False) or "SuperOffload" in kind or "ZenFlow" in kind:
         raise UnsupportedLayoutError(
@@ -229,12 +246,10 @@ def _zero3(optimizer: Any, names: _Names) -> list[Partition]:
     import torch.distributed as dist
 
     found = []
-    on_cpu = getattr(optimizer, "subgroup_to_device", None) or {}
     for index, tensor in enumerate(optimizer.fp32_partitioned_groups_flat):
         group = optimizer.sub_group_to_group_id[index]
         inner = optimizer.optimizer
-        if on_cpu.get(index, "cpu") != "cpu" and not inner.param_groups[group].get("use_muon", False):
-            # Partial offload: what stays on the accelerator is stepped by an optimizer of its own.
+        if stays_on_accelerator(optimizer, index):
             inner = optimizer.backup_optimizer
         partition = Partition(group, tensor, inner, names.of(optimizer.fp16_groups[index]))
         offset = 0
@@ -249,15 +264,17 @@ def _zero3(optimizer: Any, names: _Names) -> list[Partition]:
     return found
 
 
+def stays_on_accelerator(optimizer: Any, index: int) -> bool:
+    """Whether a ZeRO-3 sub-group stays on the accelerator under partial offload, stepped by an optimizer of its own."""
+    devices = getattr(optimizer, "subgroup_to_device", None) or {}
+    group = optimizer.optimizer.param_groups[optimizer.sub_group_to_group_id[index]]
+    return devices.get(index, "cpu") != "cpu" and not group.get("use_muon", False)
+
+
 def zero3_part(parameter: Any, dist: Any) -> tuple[int, int]:
     """Which elements of a ZeRO-3 parameter this rank's partition holds: the first, and how many, without padding."""
     length: int = parameter.partition_numel()
-    shard = getattr(parameter, "comm", None)
-    # MiCS partitions over a part of the data parallel group, and says which part on the parameter.
-    rank = getattr(shard, "param_shard_rank", None)
-    if rank is None:
-        rank = dist.get_rank(parameter.ds_process_group)
-    start = min(rank * length, parameter.ds_numel)
+    start = min(dist.get_rank(parameter.ds_process_group) * length, parameter.ds_numel)
     return start, min(length, parameter.ds_numel - start)
 
 

@@ -179,6 +179,35 @@ def _versions() -> list[Pair]:
     return pairs
 
 
+def _special() -> list[Pair]:
+    """Where DeepSpeed keeps master weights and states otherwise than most runs have it."""
+    hpz = Case("hpz", stage=3, world=4, dtype="bf16", config={"zero_optimization": {"zero_hpz_partition_size": 2}})
+    both = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    accumulate = Case("accumulate", stage=2, dtype="bf16", config={**BF16_OPTIMIZER, "gradient_accumulation_steps": 2})
+    late = {**BF16_OPTIMIZER, "bf16": {"enabled": True, "immediate_grad_update": False}}
+    offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    part = {"offload_optimizer": {"device": "cpu", "ratio": 0.4}, "sub_group_size": 70}
+    full = Case("offload", stage=3, optimizer="cpu_adam", config=offload)
+    low = {"enabled": True, "bf16_master_weights_and_grads": True}
+    masters = Case("low_masters", stage=2, dtype="bf16", optimizer="cpu_adam", config={**offload, "bf16": low})
+    mics = Case("mics", stage=3, config={"zero_optimization": {"mics_shard_size": 1}})
+    ours = r"Call deepspeed_affine\.load_checkpoint"
+    return [
+        same("hpz_bf16", hpz),
+        same("offload_param", Case("offload_param", stage=3, config={"zero_optimization": both})),
+        same("accumulate", accumulate),
+        same("accumulate_zero3", replace(accumulate, stage=3)),
+        same("bf16opt_late", Case("late", dtype="bf16", config=late)),
+        Pair("offload_to_ratio", full, replace(full, name="ratio", config={"zero_optimization": part}),
+             error=rf"offload_optimizer\.ratio below 1.*{ours}"),
+        same("low_masters", masters, error=rf"master weights in torch\.bfloat16.*{ours}"),
+        *(same(f"zero0_{dtype}", Case("zero0", stage=0, dtype=dtype), error=rf"runs without ZeRO\. {ours}")
+          for dtype in ("bf16", "fp16")),
+        Pair("v0196_mics", Case("plain", stage=3), mics, environment="0.19.6",
+             error=r"is a MiCS_Optimizer.*Leave mics_shard_size out"),
+    ]  # fmt: skip
+
+
 def _refused() -> list[Pair]:
     case = Case("zero1_fp32")
     ours = r"deepspeed_affine\.load_checkpoint"
@@ -203,7 +232,7 @@ def _refused() -> list[Pair]:
 PAIRS: tuple[Pair, ...] = tuple(
     replace(pair, quick=pair.name in QUICK)
     for pair in (
-        *_plain(), *_tensor_parallel(), *_others(), *_scaled(), *_experts(), *_versions(), *_refused(),
+        *_plain(), *_tensor_parallel(), *_others(), *_scaled(), *_experts(), *_versions(), *_special(), *_refused(),
     )
 )  # fmt: skip
 

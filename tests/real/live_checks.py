@@ -68,7 +68,9 @@ def wrong_shards(
                 if shard[real.stop :].any():
                     wrong.append(f"rank {rank}: {name}:{state} has padding that does not start as zeros")
                 compared += 1
-                if not real_shards.same_bytes(mine[real], shard[real]):
+                # Master weights of low precision are handed out in float32.
+                exact = mine[real].to(shard.dtype) if mine.dtype == torch.bfloat16 else mine[real]
+                if not real_shards.same_bytes(exact, shard[real]):
                     wrong.append(f"rank {rank}: {name}:{state} differs")
     return wrong, compared
 
@@ -122,4 +124,7 @@ def next_losses(pair: LivePair, before: Sequence[Held], now: Sequence[Held]) -> 
     dtypes = {pair.source.dtype, pair.target.dtype}
     # DeepSpeed's own stages differ by 1e-3 after four steps of fp16.
     tolerance = 1e-2 if len(dtypes) > 1 or "fp16" in dtypes else 1e-6 if dtypes == {"fp32"} else 1e-3
+    if pair.source.optimizer == "cpu_adam":
+        # It multiplies its betas up from step to step, and takes powers of them in its first.
+        tolerance = max(tolerance, 1e-5)
     return now[0]["next_losses"], pytest.approx(before[0]["next_losses"], rel=tolerance)

@@ -18,6 +18,8 @@ WIDE = {"heads": 8, "kv_heads": 4, "vocab": 31}
 UNEVEN = {"heads": 6, "kv_heads": 3, "vocab": 31}
 TIED = {"heads": 4, "kv_heads": 2, "vocab": 32, "tied": True}
 OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+PART = {"offload_optimizer": {"device": "cpu", "ratio": 0.4}, "sub_group_size": 70}
+RATIO = Case("ratio", stage=3, optimizer="cpu_adam", config={"zero_optimization": PART})
 ROUND_ROBIN = {"zero_optimization": {"round_robin_gradients": True}}
 FROZEN = {"frozen": True, "buffers": True}
 
@@ -99,7 +101,7 @@ def _tensor_parallel() -> list[Pair]:
     return [
         Pair("tp2_same", two, two, warm=1, stock=True),
         Pair("tp2_to_tp1", two, one, quick=True, stock=True),
-        Pair("tp2_to_tp4", two, four, warm=1, stock=True),
+        Pair("tp2_to_tp4", two, four, warm=1, stock=True, options=(("check_replicas", True),)),
         Pair("tp2_to_tp1dp2_zero2", two, replace(one, world=2, stage=2)),
         Pair("tp2_to_tp2dp2_zero3", two, replace(two, world=4, stage=3), warm=1),
         Pair("tp4_to_tp2dp2", four, replace(two, world=4)),
@@ -130,7 +132,7 @@ def _pipeline() -> list[Pair]:
         Pair("pp2dp2_bf16_to_pp2", bf16, replace(bf16, world=2)),
         Pair("tp2pp2_same", both, both, warm=1),
         Pair("tp2pp2_to_pp2dp2", both, replace(both, tp=1)),
-        Pair("tp2pp2_to_tp2dp2", both, replace(both, pp=1)),
+        Pair("tp2pp2_to_tp2dp2", both, replace(both, pp=1), options=(("check_replicas", True),)),
         Pair("tp2pp2_to_tp4_bf16opt", both, replace(both, pp=1, tp=4, dtype="bf16", config=BF16_OPTIMIZER)),
         Pair("tp2pp2_to_one", both, replace(both, pp=1, tp=1, world=1)),
     ]
@@ -196,8 +198,10 @@ def _special() -> list[Pair]:
             Pair(f"fused_to_zero3_{dtype}", fused, replace(fused, stage=3, world=4)),
         ]
     hpz = Case("hpz", stage=3, world=4, dtype="bf16", config={"zero_optimization": {"zero_hpz_partition_size": 2}})
-    part = {"offload_optimizer": {"device": "cpu", "ratio": 0.4}, "sub_group_size": 70}
-    ratio = Case("ratio", stage=3, optimizer="cpu_adam", groups=2, config={"zero_optimization": part})
+    low = {"enabled": True, "bf16_master_weights_and_grads": True}
+    masters = Case(
+        "low_masters", stage=2, dtype="bf16", optimizer="cpu_adam", groups=2, config={**OFFLOAD, "bf16": low}
+    )
     both = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     param = Case("offload_param", stage=3, config={"zero_optimization": both})
     accumulate = Case("accumulate", stage=2, dtype="bf16", config={**BF16_OPTIMIZER, "gradient_accumulation_steps": 2})
@@ -207,8 +211,8 @@ def _special() -> list[Pair]:
         *pairs,
         Pair("hpz_same", hpz, hpz, warm=1),
         Pair("hpz_to_zero1", hpz, replace(hpz, stage=1, world=2, config={})),
-        Pair("ratio_same", ratio, ratio, warm=1),
-        Pair("ratio_to_zero1", ratio, replace(ratio, stage=1, config=OFFLOAD)),
+        Pair("offload_to_ratio", replace(RATIO, name="offload", config=OFFLOAD), RATIO, warm=1),
+        Pair("low_masters_same", masters, masters, warm=1),
         Pair("offload_param_same", param, param, warm=1),
         Pair("offload_param_to_zero2", param, replace(param, stage=2, config={}), warm=1),
         Pair("accumulate_same", accumulate, accumulate, warm=1),
@@ -225,6 +229,9 @@ def _refused() -> list[Pair]:
     robin = Case("robin_dp2", stage=2, config=ROUND_ROBIN)
     narrow = Case("narrow", model_options={"unused": True})
     return [
+        Pair(
+            "ratio_source", ratio, ratio, error=r"optimizer state 'exp_avg' of \S+: is kept by .* checkpoint has none"
+        ),
         Pair("one_rank_elsewhere", case, case, fault="elsewhere", error=r"is no folder"),
         Pair("one_rank_cannot_read", case, case, fault="reading", error=r"was loaded in part.*made to fail"),
         Pair("one_rank_breaks", case, case, fault="bug", error=r"made to break"),
