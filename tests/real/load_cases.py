@@ -230,7 +230,7 @@ def _refused() -> list[Pair]:
     narrow = Case("narrow", model_options={"unused": True})
     return [
         Pair(
-            "ratio_source", ratio, ratio, error=r"optimizer state 'exp_avg' of \S+: is kept by .* checkpoint has none"
+            "ratio_source", RATIO, RATIO, error=r"optimizer state 'exp_avg' of \S+: is kept by .* checkpoint has none"
         ),
         Pair("one_rank_elsewhere", case, case, fault="elsewhere", error=r"is no folder"),
         Pair("one_rank_cannot_read", case, case, fault="reading", error=r"was loaded in part.*made to fail"),
