@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         PolicyError,
         UnsupportedLayoutError,
     )
+    from deepspeed_affine.execute.live import TransferReport, transfer
     from deepspeed_affine.hooks.attach import Attachment, attach
     from deepspeed_affine.hooks.client_state import with_universal_info
     from deepspeed_affine.hooks.collect import collect_autotp_universal_checkpoint_info
@@ -40,8 +41,12 @@ if TYPE_CHECKING:
         segmented_map,
         sub_param_map,
     )
+    from deepspeed_affine.plan.model import ModelPlan, Placement, plan_model
+    from deepspeed_affine.plan.transfer import PlanBudget, plan_transfer
+    from deepspeed_affine.plan.transfer_plan import TransferPlan
 
 _HOMES = {
+    "deepspeed_affine.execute.live": ("TransferReport", "transfer"),
     "deepspeed_affine.hooks.attach": ("Attachment", "attach"),
     "deepspeed_affine.hooks.client_state": ("with_universal_info",),
     "deepspeed_affine.hooks.collect": ("collect_autotp_universal_checkpoint_info",),
@@ -71,6 +76,9 @@ _HOMES = {
         "segmented_map",
         "sub_param_map",
     ),
+    "deepspeed_affine.plan.model": ("ModelPlan", "Placement", "plan_model"),
+    "deepspeed_affine.plan.transfer": ("PlanBudget", "plan_transfer"),
+    "deepspeed_affine.plan.transfer_plan": ("TransferPlan",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -85,8 +93,13 @@ __all__ = [
     "IntegrityError",
     "InvalidMapError",
     "LoadReport",
+    "ModelPlan",
     "ParamAffineMap",
+    "Placement",
+    "PlanBudget",
     "PolicyError",
+    "TransferPlan",
+    "TransferReport",
     "UnsupportedLayoutError",
     "__version__",
     "attach",
@@ -98,9 +111,12 @@ __all__ = [
     "describe",
     "load_checkpoint",
     "meet",
+    "plan_model",
+    "plan_transfer",
     "replicated_map",
     "segmented_map",
     "sub_param_map",
+    "transfer",
     "with_universal_info",
 ]
 

@@ -1,0 +1,323 @@
+"""Parameters moved between two live topologies of one torch.distributed job, point to point.
+
+What is sent follows from the plan alone (``plan.messages``), and when from it too (``plan.rounds``, which also says why
+no process waits for ever). A process holds at most one message it packs and one it has received at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, Literal
+
+import torch
+
+from deepspeed_affine.errors import Faults, PolicyError
+from deepspeed_affine.execute.live_sides import ONE, Sides, agreed
+from deepspeed_affine.execute.memory import as_words, strided_view, times, word_view
+from deepspeed_affine.execute.wire import Wire
+from deepspeed_affine.ir import Region
+from deepspeed_affine.ir.ints import row_major_strides, shown
+from deepspeed_affine.plan.messages import LEAST_BYTES, Message, cut, is_run, messages, segments_by_pair
+from deepspeed_affine.plan.model import ModelPlan
+from deepspeed_affine.plan.rounds import rounds
+from deepspeed_affine.plan.segments import TransferSegment
+from deepspeed_affine.plan.transfer_plan import TransferPlan
+
+__all__ = ["STAGING_BYTES", "TIMEOUT_SECONDS", "TransferReport", "transfer"]
+
+STAGING_BYTES = 64 << 20
+LEAST_STAGING_BYTES = 4 * LEAST_BYTES
+
+TIMEOUT_SECONDS = 300.0
+
+WINDOW_ROUNDS = 16
+"""After so many rounds all processes meet, so that one that is to wait for the last round is not taken to hang."""
+
+SCALED_ELEMENT_BYTES = 48
+"""What multiplying one element may take: it and the product as complex doubles, and the result."""
+
+Shards = Mapping[str, "torch.Tensor | None"]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """What one process did. Bytes are of elements; ``staging_bytes`` is the most that was held at a time.
+
+    ``batches`` counts the rounds in which the process sent or received. ``unfilled`` has by parameter the addresses of
+    this process's target shard that the plan does not fill: a vocabulary's padding, which is as it was.
+    """
+
+    rank: int
+    bytes_sent: int
+    bytes_received: int
+    bytes_copied: int
+    messages_sent: int
+    messages_received: int
+    batches: int
+    rounds: int
+    staging_bytes: int
+    unfilled: Mapping[str, tuple[Region, ...]]
+
+
+def transfer(
+    source: Shards | torch.Tensor | None,
+    target: Shards | torch.Tensor | None,
+    plan: ModelPlan | TransferPlan,
+    group: Any = None,
+    *,
+    staging_bytes: int = STAGING_BYTES,
+    timeout: float = TIMEOUT_SECONDS,
+    progress: Progress | None = None,
+    scale_power: int = 1,
+    scaled_states: Literal["refuse", "power"] = "refuse",
+) -> TransferReport:
+    """Fill this process's ``target`` shards from the ``source`` shards of all; every process of ``group`` calls it.
+
+    ``source`` and ``target`` map parameter names to this process's own shards, dense and on one device, None or absent
+    where it has none on that side; with the plan of a single parameter a tensor will do. The plan's ranks are ranks of
+    ``group`` (by default the world). Bytes move as they are, whatever the dtype; scaled blocks are multiplied once,
+    where they arrive, by the scale to ``scale_power``, which for optimizer states (a power other than 1) must be asked
+    for with ``scaled_states="power"``.
+
+    Before anything is written all processes compare plan, options, dtypes, devices and sizes, waiting for each other
+    as long as the group's own timeout; a fault of any is one error on all. Then at most ``staging_bytes`` are held
+    beside the shards, and no single exchange, nor ``WINDOW_ROUNDS`` of them together, may take longer than ``timeout``
+    seconds: a process that ended or hangs is a JobError on the others, whose targets are then partly written.
+    ``progress`` is called with the bytes this process has moved and will have moved in all.
+    """
+    wire = Wire(group, timeout)
+    faults = Faults()
+    whole = _as_model(plan, faults)
+    _check_options(staging_bytes, timeout, scale_power, scaled_states, faults)
+    options: dict[str, str | int] = {
+        "staging_bytes": staging_bytes,
+        "scale_power": scale_power,
+        "scaled_states": scaled_states,
+    }
+    sides = agreed(wire, whole, source, target, options, faults)
+    with torch.no_grad():
+        return _Moving(wire, whole, sides, staging_bytes, scale_power, progress).run()
+
+
+def _as_model(plan: Any, faults: Faults) -> ModelPlan:
+    if isinstance(plan, ModelPlan):
+        return plan
+    if isinstance(plan, TransferPlan):
+        return ModelPlan({ONE: plan}, {})
+    faults.add(PolicyError(f"The plan is {shown(plan)}; expected what plan_model or plan_transfer returns."))
+    return ModelPlan({}, {})
+
+
+def _check_options(staging: Any, timeout: Any, power: Any, scaled_states: Any, faults: Faults) -> None:
+    if type(staging) is not int or staging < LEAST_STAGING_BYTES:
+        faults.add(PolicyError(f"staging_bytes is {shown(staging)}; expected {LEAST_STAGING_BYTES} or more."))
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
+        faults.add(PolicyError(f"timeout is {shown(timeout)}; expected a positive number of seconds."))
+    if type(power) is not int:
+        faults.add(PolicyError(f"scale_power is {shown(power)}; expected an integer."))
+    if scaled_states not in ("refuse", "power"):
+        faults.add(PolicyError(f"scaled_states is {shown(scaled_states)}; expected 'refuse' or 'power'."))
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What this process does in one round."""
+
+    sent: Message | None = None
+    target: int = -1
+    received: Message | None = None
+    source: int = -1
+
+
+class _Moving:
+    """One process's part of a transfer that all have agreed on."""
+
+    def __init__(
+        self, wire: Wire, plan: ModelPlan, sides: Sides, staging: int, power: int, progress: Progress | None
+    ) -> None:
+        self.wire = wire
+        self.plan = plan
+        self.sides = sides
+        self.power = power
+        self.progress = progress
+        scaled = {each.scale for one in plan.plans.values() for each in one.segments} - {1.0} if power else set()
+        for scale in sorted(scaled):
+            # What cannot be multiplied is refused here, by all.
+            times(torch.empty(0), Fraction(scale) ** power)
+        self.scratch = staging // 4 if scaled else 0
+        self.limit = (staging - self.scratch) // 2
+        self.staging = _Staging(sides.device)
+        self.done = self.total = 0
+        self.sent = self.received = self.copied = 0
+
+    def run(self) -> TransferReport:
+        wire, rank = self.wire, self.wire.rank
+        pairs = segments_by_pair(self.plan)
+        turns, last = self._turns(pairs)
+        local = pairs.get((rank, rank), [])
+        self.total = sum([each.numel * self.sides.itemsizes[name] for name, each in local])
+        for turn in turns.values():
+            self.total += sum([each.payload for each in (turn.sent, turn.received) if each is not None])
+        for name, segment in local:
+            self._copy(name, segment)
+        for first in range(0, last, WINDOW_ROUNDS):
+            for number in range(first, min(first + WINDOW_ROUNDS, last)):
+                if number in turns:
+                    wire.during = f"in round {number + 1} of {last}"
+                    self._take(turns[number])
+            wire.during = f"after round {min(first + WINDOW_ROUNDS, last)} of {last}"
+            wire.confirm()
+        unfilled = {name: each.unfilled[rank] for name, each in self.plan.plans.items() if rank in each.unfilled}
+        return TransferReport(
+            rank,
+            self.sent,
+            self.received,
+            self.copied,
+            len([turn for turn in turns.values() if turn.sent is not None]),
+            len([turn for turn in turns.values() if turn.received is not None]),
+            len(turns),
+            last,
+            self.staging.peak,
+            unfilled,
+        )
+
+    def _turns(
+        self, pairs: Mapping[tuple[int, int], list[tuple[str, TransferSegment]]]
+    ) -> tuple[dict[int, _Turn], int]:
+        """This process's rounds, in order, and how many there are for all. Messages of others are only counted."""
+        rank, counts, own = self.wire.rank, {}, {}
+        for pair, segments in pairs.items():
+            if pair[0] == pair[1]:
+                continue
+            made = messages(segments, self.sides.itemsizes, self.limit)
+            if rank in pair:
+                own[pair] = list(made)
+                counts[pair] = len(own[pair])
+            else:
+                counts[pair] = sum(1 for _ in made)
+        when = rounds(counts)
+        sends: dict[int, tuple[Message, int]] = {}
+        receives: dict[int, tuple[Message, int]] = {}
+        for (sender, receiver), listed in own.items():
+            for number, message in zip(when[sender, receiver], listed, strict=True):
+                if sender == rank:
+                    sends[number] = (message, receiver)
+                else:
+                    receives[number] = (message, sender)
+        turns = {
+            number: _Turn(*sends.get(number, (None, -1)), *receives.get(number, (None, -1)))
+            for number in sorted({*sends, *receives})
+        }
+        return turns, 1 + max([numbers[-1] for numbers in when.values()], default=-1)
+
+    def _take(self, turn: _Turn) -> None:
+        packed = None if turn.sent is None else self._packed(turn.sent)
+        landing = direct = None
+        if turn.received is not None:
+            direct = self._in_place(turn.received, "target")
+            landing = self.staging.of("received", turn.received.nbytes) if direct is None else direct
+        self.wire.exchange(packed, turn.target, landing, turn.source)
+        if turn.received is not None and landing is not None:
+            if direct is None:
+                self._unpack(turn.received, landing)
+            self.received += turn.received.payload
+            self._advance(turn.received.payload)
+        if turn.sent is not None:
+            self.sent += turn.sent.payload
+            self._advance(turn.sent.payload)
+
+    def _in_place(self, message: Message, side: Literal["source", "target"]) -> torch.Tensor | None:
+        """The message's bytes in the shard itself, where they are one run there and arrive as they are."""
+        if len(message.parts) > 1:
+            return None
+        part = message.parts[0]
+        block = part.block
+        if side == "source":
+            flat, offset, strides = self.sides.source[part.param], block.source_offset, block.source_strides
+        else:
+            flat, offset, strides = self.sides.target[part.param], block.target_offset, block.target_strides
+            if self._factor(block) != 1:
+                return None
+        if not is_run(block.shape, strides):
+            return None
+        return as_words(flat).view(torch.uint8)[offset * part.itemsize : offset * part.itemsize + part.nbytes]
+
+    def _packed(self, message: Message) -> torch.Tensor:
+        found = self._in_place(message, "source")
+        if found is not None:
+            return found
+        staged = self.staging.of("sent", message.nbytes)
+        for part in message.parts:
+            flat, block = self.sides.source[part.param], part.block
+            read = word_view(as_words(flat), flat, block.shape, block.source_offset, block.source_strides)
+            staged[part.start : part.start + part.nbytes].view(read.dtype).view(read.shape).copy_(read)
+        return staged
+
+    def _unpack(self, message: Message, staged: torch.Tensor) -> None:
+        for part in message.parts:
+            flat, block = self.sides.target[part.param], part.block
+            raw = staged[part.start : part.start + part.nbytes]
+            if self._factor(block) == 1:
+                written = word_view(as_words(flat), flat, block.shape, block.target_offset, block.target_strides)
+                written.copy_(raw.view(written.dtype).view(written.shape))
+            else:
+                self._multiply(raw.view(flat.dtype), _packed_as_source(block), flat)
+
+    def _copy(self, name: str, segment: TransferSegment) -> None:
+        """What this process holds itself."""
+        source, target = self.sides.source[name], self.sides.target[name]
+        if self._factor(segment) == 1:
+            read = word_view(as_words(source), source, segment.shape, segment.source_offset, segment.source_strides)
+            written = word_view(as_words(target), target, segment.shape, segment.target_offset, segment.target_strides)
+            written.copy_(read)
+        else:
+            self._multiply(source, segment, target)
+        nbytes = segment.numel * self.sides.itemsizes[name]
+        self.copied += nbytes
+        self._advance(nbytes)
+
+    def _multiply(self, source: torch.Tensor, segment: TransferSegment, target: torch.Tensor) -> None:
+        """The segment scaled, in parts whose products fit into the scratch memory."""
+        factor = self._factor(segment)
+        for each in cut(segment, max(1, self.scratch // SCALED_ELEMENT_BYTES)):
+            self.staging.note(each.numel * SCALED_ELEMENT_BYTES)
+            block = strided_view(source, each.shape, each.source_offset, each.source_strides)
+            strided_view(target, each.shape, each.target_offset, each.target_strides).copy_(times(block, factor))
+
+    def _factor(self, segment: TransferSegment) -> Fraction:
+        return Fraction(segment.scale) ** self.power if segment.scale != 1.0 else Fraction(1)
+
+    def _advance(self, nbytes: int) -> None:
+        self.done += nbytes
+        if self.progress is not None and nbytes:
+            self.progress(self.done, self.total)
+
+
+class _Staging:
+    """The memory that is held beside the shards: one buffer each way, as large as the largest message so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.peak = 0
+        self._device = device
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def of(self, way: str, nbytes: int) -> torch.Tensor:
+        """``nbytes`` of the buffer of that way, whose contents are free to be overwritten."""
+        if way not in self._buffers or self._buffers[way].numel() < nbytes:
+            # The smaller one goes before the larger one comes.
+            self._buffers.pop(way, None)
+            self._buffers[way] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self.note(0)
+        return self._buffers[way][:nbytes]
+
+    def note(self, more: int) -> None:
+        """So many bytes are held beside the buffers for a moment."""
+        self.peak = max(self.peak, more + sum([each.numel() for each in self._buffers.values()]))
+
+
+def _packed_as_source(block: TransferSegment) -> TransferSegment:
+    """The block as one whose source is the packed elements themselves."""
+    return replace(block, source_offset=0, source_strides=row_major_strides(block.shape))

@@ -1,0 +1,356 @@
+"""What a process holds of either side of a live transfer, and whether all processes' sides fit one plan.
+
+Every process looks at its own tensors, all tell each other what they found, and each judges the same rows: so either
+all go on or all raise the same error, before a byte is written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed_affine import errors
+from deepspeed_affine.errors import AffineError, Faults, IntegrityError, PolicyError, UnsupportedLayoutError
+from deepspeed_affine.execute.memory import dense
+from deepspeed_affine.execute.wire import Wire
+from deepspeed_affine.ir.ints import shown
+from deepspeed_affine.plan.messages import segments_by_pair
+from deepspeed_affine.plan.model import ModelPlan
+from deepspeed_affine.plan.transfer_plan import TransferPlan
+
+__all__ = ["ONE", "Sides", "agreed"]
+
+ONE = "the parameter"
+"""The name of the only parameter of a ``TransferPlan``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """This process's shards that the plan names, flat in place, and what all processes agree on.
+
+    ``itemsizes`` are bytes of an element of every parameter that some process holds.
+    """
+
+    source: Mapping[str, torch.Tensor]
+    target: Mapping[str, torch.Tensor]
+    itemsizes: Mapping[str, int]
+    device: torch.device
+
+
+def agreed(
+    wire: Wire, plan: ModelPlan, source: Any, target: Any, options: Mapping[str, str | int], faults: Faults
+) -> Sides:
+    """The process's sides, after all processes have found theirs to fit; a collective.
+
+    ``faults`` are what this process has found wrong so far. Raises one and the same error on all processes where any of
+    them found a fault, or where their plans or ``options`` differ.
+    """
+    sides: dict[str, dict[str, torch.Tensor]] = {"source": {}, "target": {}}
+    digest = ""
+    try:
+        digest = plan.plan_id() if plan.itemsizes.keys() == plan.plans.keys() else plan.plans[ONE].plan_id()
+        reach = _reach(plan, wire)
+        if reach.error is not None:
+            faults.add(reach.error)
+        for what, given in (("source", source), ("target", target)):
+            found, wrong = _side(what, given, reach.of(what), plan, wire.rank)
+            sides[what] = found
+            faults.extend(wrong)
+        faults.extend(_of_one_dtype(sides, plan))
+        faults.extend(_of_one_kind(sides, reach, wire, options))
+    except Exception as error:
+        # The others wait for what this process has to say.
+        faults.add(AffineError(f"{type(error).__name__}: {error}"))
+    device = next((flat.device for held in sides.values() for flat in held.values()), torch.device("cpu"))
+    rows = [json.loads(row) for row in wire.gather(_told(sides, plan, options, digest, faults, device).encode())]
+    dtypes = _judged(rows, sorted(plan.plans))
+    itemsizes = {**plan.itemsizes, **{name: _dtype(text).itemsize for name, text in dtypes.items()}}
+    return Sides(sides["source"], sides["target"], itemsizes, device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """By parameter how many elements of this process's shards the plan reaches on either side, and which are scaled."""
+
+    source: Mapping[str, int]
+    target: Mapping[str, int]
+    scaled: frozenset[str]
+    error: AffineError | None
+
+    def of(self, what: str) -> Mapping[str, int]:
+        return self.source if what == "source" else self.target
+
+
+def _reach(plan: ModelPlan, wire: Wire) -> _Reach:
+    source: dict[str, int] = {}
+    target: dict[str, int] = {}
+    scaled = set()
+    beyond: set[int] = set()
+    for (sender, receiver), rows in segments_by_pair(plan).items():
+        beyond.update({sender, receiver} - set(range(wire.size)))
+        for name, segment in rows:
+            if sender == wire.rank:
+                last = segment.source_offset + _span(segment.shape, segment.source_strides)
+                source[name] = max(source.get(name, 0), last)
+            if receiver == wire.rank:
+                last = segment.target_offset + _span(segment.shape, segment.target_strides)
+                target[name] = max(target.get(name, 0), last)
+            if segment.scale != 1.0:
+                scaled.add(name)
+    for name, each in plan.plans.items():
+        for region in each.unfilled.get(wire.rank, ()):
+            target[name] = max(target.get(name, 0), region.offset + _span(region.shape, region.strides))
+    error: AffineError | None = None
+    if not plan.same_ranks:
+        error = PolicyError(
+            "The plan numbers the processes of its two sides apart (same_ranks is false), and a transfer is between "
+            "processes of one group; plan with same_ranks=True and placements in ranks of that group."
+        )
+    elif beyond:
+        error = PolicyError(
+            f"The plan names process {min(beyond)}, but the group has {wire.size}; expected ranks of the group. Give "
+            "the placements that were planned in ranks of this group."
+        )
+    return _Reach(source, target, frozenset(scaled), error)
+
+
+def _span(shape: Iterable[int], strides: Iterable[int]) -> int:
+    """How many elements from its offset on a block reaches."""
+    return 1 + sum([(extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)])
+
+
+def _side(
+    what: str, given: Any, reach: Mapping[str, int], plan: ModelPlan, rank: int
+) -> tuple[dict[str, torch.Tensor], list[AffineError]]:
+    """The flat shards of this side that the plan names, and what is wrong with it."""
+    if isinstance(given, torch.Tensor) and list(plan.plans) == [ONE]:
+        given = {ONE: given}
+    if given is None:
+        given = {}
+    if not isinstance(given, Mapping):
+        return {}, [PolicyError(f"{what} is {shown(given)}; expected a mapping from parameter name to shard.")]
+    found: dict[str, torch.Tensor] = {}
+    wrong: list[AffineError] = []
+    for name, numel in reach.items():
+        shard = given.get(name)
+        where = f"{what} shard of {name!r}" if name != ONE else f"{what} shard"
+        if shard is None:
+            wrong.append(
+                IntegrityError(
+                    f"{where}: none is given, but the plan {'reads' if what == 'source' else 'fills'} {numel} elements "
+                    f"of it here. Give the tensor that this process holds.",
+                    param=name,
+                    rank=rank,
+                )
+            )
+            continue
+        fault = _unusable(shard, where, what == "target")
+        if fault is None:
+            fault = _unfit(shard.numel(), where, numel if what == "source" else None, plan.plans[name], rank)
+        if fault is not None:
+            wrong.append(fault)
+        else:
+            found[name] = dense(shard)
+    return found, wrong
+
+
+def _unfit(numel: int, where: str, reach: int | None, plan: TransferPlan, rank: int) -> AffineError | None:
+    """Why a shard of ``numel`` elements is not what the plan is for.
+
+    Of a target shard every element is in one segment or is unfilled, so the plan knows how many there are. Of a source
+    shard it knows only how far it is read (``reach``).
+    """
+    if reach is not None:
+        if numel >= reach:
+            return None
+        return IntegrityError(f"{where}: has {numel} elements; the plan reads {reach}. Give the shard it was made for.")
+    expected = sum([each.numel for each in plan.segments if each.target_rank == rank])
+    expected += sum([each.numel for each in plan.unfilled.get(rank, ())])
+    if numel == expected:
+        return None
+    return IntegrityError(f"{where}: has {numel} elements; the plan is for {expected}. Give the shard it was made for.")
+
+
+def _unusable(shard: Any, where: str, written: bool) -> AffineError | None:
+    """Why the shard's own memory cannot be sent from or received into."""
+    if not isinstance(shard, torch.Tensor) or type(shard).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return UnsupportedLayoutError(
+            f"{where}: is a {type(shard).__name__}; expected a plain tensor. Pass the local tensor it stands for."
+        )
+    if shard.device.type == "meta":
+        return UnsupportedLayoutError(f"{where}: is a meta tensor, which has no bytes.")
+    plain = shard.layout == torch.strided and not shard.is_quantized and not shard.is_nested
+    if not plain or not shard.is_contiguous() or shard.is_conj() or shard.is_neg():
+        return UnsupportedLayoutError(
+            f"{where}: its elements do not lie one after another in memory (shape {tuple(shard.shape)}, layout "
+            f"{shard.layout}); expected a dense tensor, because none is copied as a whole. Pass tensor.contiguous()"
+            f"{', and copy back from it afterwards' if written else ''}."
+        )
+    if written and shard.is_inference() and not torch.is_inference_mode_enabled():
+        return UnsupportedLayoutError(
+            f"{where}: was made under torch.inference_mode and can be changed only there. Call transfer under it."
+        )
+    return None
+
+
+def _of_one_kind(
+    sides: Mapping[str, Mapping[str, torch.Tensor]], reach: _Reach, wire: Wire, options: Mapping[str, str | int]
+) -> Iterator[AffineError]:
+    """Faults of this process's own shards among each other."""
+    flats = [(what, name, flat) for what, held in sides.items() for name, flat in held.items()]
+    devices = sorted({str(flat.device) for _, _, flat in flats})
+    if len(devices) > 1:
+        yield IntegrityError(f"The shards lie on {', '.join(devices)}; expected one device of a process.")
+    if wire.backend == "gloo" and any(flat.device.type != "cpu" for _, _, flat in flats):
+        yield UnsupportedLayoutError(
+            f"The shards lie on {devices[0]}, and gloo moves tensors in memory. Pass a group with the device's own "
+            "backend, nccl for GPUs."
+        )
+    for name in sorted(reach.scaled & ({name for _, name, _ in flats})):
+        flat = sides["target"].get(name, sides["source"].get(name))
+        if flat is None:
+            continue
+        if options["scale_power"] != 1 and options["scaled_states"] != "power":
+            yield UnsupportedLayoutError(
+                f"parameter {name!r}: is scaled, and this is an optimizer state (power {options['scale_power']}). It "
+                "moves, but lr and eps of its optimizer would stay in the old coordinate. Pass scaled_states='power' "
+                "to move it knowingly, or leave it out of the plan and start the state anew.",
+                param=name,
+            )
+        if options["scale_power"] and not ((flat.is_floating_point() or flat.is_complex()) and _computes(flat.dtype)):
+            yield UnsupportedLayoutError(
+                f"parameter {name!r}: is scaled, which {flat.dtype} cannot carry; expected a floating dtype of eight "
+                "bits or more.",
+                param=name,
+            )
+    spans = sorted(
+        (flat.data_ptr(), flat.data_ptr() + flat.numel() * flat.element_size(), what, name)
+        for what, name, flat in flats
+        if flat.numel()
+    )
+    ends: dict[str, tuple[int, str]] = {}
+    for start, stop, what, name in spans:
+        other = "target" if what == "source" else "source"
+        if ends.get(other, (0, ""))[0] > start:
+            yield PolicyError(
+                f"parameter {name!r}: its {what} shard and the {other} shard of {ends[other][1]!r} share memory, so "
+                "that filling one spoils what is still to be sent. Give the target memory of its own.",
+                param=name,
+            )
+        if stop > ends.get(what, (0, ""))[0]:
+            ends[what] = (stop, name)
+
+
+def _computes(dtype: torch.dtype) -> bool:
+    return dtype not in {getattr(torch, name) for name in ("float4_e2m1fn_x2",) if hasattr(torch, name)}
+
+
+def _of_one_dtype(sides: Mapping[str, Mapping[str, torch.Tensor]], plan: ModelPlan) -> Iterator[AffineError]:
+    for name in sorted(plan.plans):
+        dtypes = {held[name].dtype for held in sides.values() if name in held}
+        if len(dtypes) > 1:
+            yield IntegrityError(
+                f"parameter {name!r}: this process holds {' and '.join(sorted(map(str, dtypes)))}; expected one dtype. "
+                "Convert one side first.",
+                param=name,
+            )
+        for dtype in dtypes:
+            if dtype.itemsize != plan.itemsizes.get(name, dtype.itemsize):
+                yield IntegrityError(
+                    f"parameter {name!r}: this process holds {dtype}, and the plan is for elements of "
+                    f"{plan.itemsizes[name]} bytes. Convert the shard, or plan for its dtype.",
+                    param=name,
+                )
+
+
+def _told(
+    sides: Mapping[str, Mapping[str, torch.Tensor]],
+    plan: ModelPlan,
+    options: Mapping[str, str | int],
+    digest: str,
+    faults: Faults,
+    device: torch.device,
+) -> str:
+    """This process's row: dtypes as one number for each name of the plan, in order, 0 where it holds none of it."""
+    kinds: dict[str, int] = {}
+    numbers = []
+    for name in sorted(plan.plans):
+        text = next((str(held[name].dtype) for held in sides.values() if name in held), "")
+        numbers.append(kinds.setdefault(text, len(kinds) + 1) if text else 0)
+    return json.dumps(
+        {
+            "digest": digest,
+            "options": dict(sorted(options.items())),
+            "kinds": list(kinds),
+            "dtypes": numbers,
+            "device": device.type if any(sides.values()) else None,
+            "faults": [fault.to_dict() for fault in faults][: errors.SHOWN_FAULTS],
+            "count": len(faults),
+        },
+        separators=(",", ":"),
+    )
+
+
+def _judged(rows: list[dict[str, Any]], names: list[str]) -> dict[str, str]:
+    """The dtype of every parameter that anybody holds; raises what is wrong with anybody, alike for all."""
+    faults = Faults()
+    alike: dict[tuple[str, str], list[int]] = {}
+    for rank, row in enumerate(rows):
+        for each in row["faults"]:
+            alike.setdefault((each["kind"], each["message"]), []).append(rank)
+        if row["count"] > len(row["faults"]):
+            alike[AffineError.__name__, f"and {row['count'] - len(row['faults'])} more faults."] = [rank]
+    for (kind, message), ranks in alike.items():
+        error = getattr(errors, kind, AffineError)
+        more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+        faults.add(error(f"transfer: rank {ranks[0]}{more}: {message}", rank=ranks[0]))
+    for key, what in (("digest", "plans"), ("options", "options")):
+        holders: dict[str, list[int]] = {}
+        for rank, row in enumerate(rows):
+            holders.setdefault(json.dumps(row[key]), []).append(rank)
+        if len(holders) > 1:
+            held = "; ".join(f"ranks {_few(who)}: {text[:100]}" for text, who in list(holders.items())[:3])
+            faults.add(
+                PolicyError(
+                    f"transfer: the processes have different {what} ({held}); expected the same on all. Plan from the "
+                    "same placements everywhere, or send the plan as JSON, and give all the same options."
+                )
+            )
+    devices = {row["device"] for row in rows} - {None}
+    if len(devices) > 1:
+        faults.add(IntegrityError(f"transfer: the processes hold shards on {sorted(devices)}; expected one kind."))
+    found: dict[str, tuple[str, int]] = {}
+    if len({row["digest"] for row in rows}) == 1:
+        for rank, row in enumerate(rows):
+            for name, number in zip(names, row["dtypes"], strict=True):
+                text = row["kinds"][number - 1] if number else None
+                if text is None:
+                    continue
+                known, first = found.setdefault(name, (text, rank))
+                if known != text:
+                    faults.add(
+                        IntegrityError(
+                            f"transfer: rank {rank}: parameter {name!r}: holds {text}, and rank {first} holds {known}; "
+                            "expected one dtype. Convert one side first.",
+                            param=name,
+                            rank=rank,
+                        )
+                    )
+    faults.raise_if_any()
+    return {name: text for name, (text, _) in found.items()}
+
+
+def _few(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return ", ".join(map(str, ranks[:8])) + more
+
+
+def _dtype(text: str) -> torch.dtype:
+    found = getattr(torch, text.removeprefix("torch."))
+    if not isinstance(found, torch.dtype):
+        raise UnsupportedLayoutError(f"transfer: {text} is no dtype of this torch.")
+    return found

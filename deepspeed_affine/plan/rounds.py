@@ -1,0 +1,98 @@
+"""When every message of a transfer is sent: in rounds, in each of which a process sends one and receives one at most.
+
+The messages are the edges of a bipartite multigraph between senders and receivers. Koenig's theorem: its edges have a
+proper colouring with as many colours as the busiest process has messages, and the colours are the rounds. Fewer rounds
+are impossible, because that process takes part in one message a round.
+
+Why nothing waits for ever. All processes have the same rounds, since they follow from the plan, and each does its own
+in order: it starts its send and its receive of the round together and goes on when both are done. Suppose some wait.
+Among the rounds they are in let k be the first. A message of round k that is not done has two ends, and neither is in
+a round before k, by the choice of k, nor beyond k, because then the message would be done. So both ends are in round k
+and both have started it: it proceeds. No end waits for anything else, so round k ends, and by induction every round
+does, whatever the number of processes and whether or not a send needs its receiver to be there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+__all__ = ["rounds"]
+
+Pair = tuple[int, int]
+
+
+def rounds(counts: Mapping[Pair, int]) -> dict[Pair, tuple[int, ...]]:
+    """In which rounds each ``(source, target)`` pair sends, rising, given how many messages it has.
+
+    Deterministic, whatever the order of the mapping. The number of rounds is the largest number of messages that one
+    process sends or that one receives. An alternating path of at most the number of processes for each message.
+    """
+    colouring = _Colouring()
+    for pair in sorted(counts):
+        for _ in range(counts[pair]):
+            colouring.add(*pair)
+    found: dict[Pair, list[int]] = {pair: [] for pair in sorted(counts)}
+    for source, taken in colouring.sends.items():
+        for colour, target in taken.items():
+            found[source, target].append(colour)
+    return {pair: tuple(sorted(colours)) for pair, colours in found.items()}
+
+
+class _Side(defaultdict[int, dict[int, int]]):
+    """By process and colour the process at the other end; and for each process a colour below which none is free."""
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+        self.lowest: dict[int, int] = defaultdict(int)
+
+    def free(self, process: int) -> int:
+        taken, colour = self[process], self.lowest[process]
+        while colour in taken:
+            colour += 1
+        self.lowest[process] = colour
+        return colour
+
+    def release(self, process: int, colour: int) -> None:
+        del self[process][colour]
+        self.lowest[process] = min(self.lowest[process], colour)
+
+
+class _Colouring:
+    """A proper edge colouring that grows by one edge at a time."""
+
+    def __init__(self) -> None:
+        self.sends = _Side()
+        self.receives = _Side()
+
+    def add(self, source: int, target: int) -> None:
+        """One more message; its colour is free at both ends, after a path has exchanged two colours if need be."""
+        colour, other = self.sends.free(source), self.receives.free(target)
+        if colour in self.receives[target]:
+            if other not in self.sends[source]:
+                colour = other
+            else:
+                self._exchange(target, colour, other)
+        self.sends[source][colour] = target
+        self.receives[target][colour] = source
+
+    def _exchange(self, target: int, colour: int, other: int) -> None:
+        """Free ``colour`` at ``target``, where ``other`` is free: the path of the two from there exchanges them.
+
+        It reaches sending processes by ``colour`` only, and so never the one where ``colour`` is free.
+        """
+        path: list[tuple[int, int, int]] = []
+        at, follow, receiving = target, colour, True
+        while True:
+            side = self.receives if receiving else self.sends
+            partner = side[at].get(follow)
+            if partner is None:
+                break
+            path.append((partner, at, follow) if receiving else (at, partner, follow))
+            at, follow, receiving = partner, colour + other - follow, not receiving
+        for source, receiver, taken in path:
+            self.sends.release(source, taken)
+            self.receives.release(receiver, taken)
+        for source, receiver, taken in path:
+            self.sends[source][colour + other - taken] = receiver
+            self.receives[receiver][colour + other - taken] = source
