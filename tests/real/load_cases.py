@@ -198,6 +198,7 @@ def _special() -> list[Pair]:
             Pair(f"fused_to_zero3_{dtype}", fused, replace(fused, stage=3, world=4)),
         ]
     hpz = Case("hpz", stage=3, world=4, dtype="bf16", config={"zero_optimization": {"zero_hpz_partition_size": 2}})
+    cpu = Case("cpu_adam", stage=2, optimizer="cpu_adam", config=OFFLOAD)
     low = {"enabled": True, "bf16_master_weights_and_grads": True}
     masters = Case(
         "low_masters", stage=2, dtype="bf16", optimizer="cpu_adam", groups=2, config={**OFFLOAD, "bf16": low}
@@ -213,6 +214,7 @@ def _special() -> list[Pair]:
         Pair("hpz_to_zero1", hpz, replace(hpz, stage=1, world=2, config={})),
         Pair("offload_to_ratio", replace(RATIO, name="offload", config=OFFLOAD), RATIO, warm=1),
         Pair("low_masters_same", masters, masters, warm=1),
+        Pair("cpu_adam_to_dp1", cpu, replace(cpu, world=1), stock=True),
         Pair("offload_param_same", param, param, warm=1),
         Pair("offload_param_to_zero2", param, replace(param, stage=2, config={}), warm=1),
         Pair("accumulate_same", accumulate, accumulate, warm=1),
