@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -24,6 +25,9 @@ from deepspeed.checkpoint import affine_transfer as stock
 
 from deepspeed_affine.ir import AffinePiece, ParamAffineMap
 from deepspeed_affine.plan.balance import Demand, assign, heaviest, lower_bound
+from deepspeed_affine.plan.grid import Topology, state_placements, weight_placements
+from deepspeed_affine.plan.model import plan_model
+from deepspeed_affine.plan.shapes import MODELS, llama_tensors
 from deepspeed_affine.plan.transfer import plan_transfer
 
 Maker = Callable[[int], tuple[ParamAffineMap, ParamAffineMap]]
@@ -139,6 +143,36 @@ def balance() -> None:
         print(f"  {name:<26} mean {statistics.mean(found):.3f}  worst {max(found):.3f}")
 
 
+MOVES = [
+    ("tp8,pp4,dp64,zero1", "tp4,pp8,dp32,zero1"),
+    ("tp8,pp4,dp64,zero3", "tp4,pp8,dp32,zero3"),
+    ("tp8,pp4,dp64,zero1", "tp1,pp1,dp1024,zero3"),
+]
+
+
+def whole_models() -> None:
+    print(
+        "\nllama-70b, 2,048 ranks to 1,024; heaviest sender over the least possible, balanced and lowest side by side"
+    )
+    print(
+        f"{'source':<21}{'target':<22}{'what':<9}{'seconds':>8}{'segments':>11}{'moved GB':>10}{'heaviest GB':>12}"
+        f"{'balanced':>10}{'lowest':>8}{'peak MB':>9}"
+    )
+    tensors = llama_tensors(MODELS["llama-70b"])
+    for before, after in MOVES:
+        for what, place, width in (("weights", weight_placements, 2), ("states", state_placements, 12)):
+            placed = [place(tensors, Topology.parse(text), width) for text in (before, after)]
+            spent, plan = timed(lambda p=placed: plan_model(p[1], p[0], bound=True))
+            heavy = max(plan.sent.values())
+            lowest = max(plan_model(placed[1], placed[0], policy="lowest").sent.values())
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            bound = plan.balance.bound if plan.balance else 0
+            print(
+                f"{before:<21}{after:<22}{what:<9}{spent:>8.1f}{plan.segments:>11,}{plan.moved_bytes / 1e9:>10.0f}"
+                f"{heavy / 1e9:>12.2f}{heavy / bound:>10.3f}{lowest / bound:>8.1f}{peak:>9.0f}"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--runs", type=int, default=5)
@@ -148,6 +182,7 @@ def main() -> None:
         for pieces in (64, 256, 1024, 4096, 16384):
             measure(make, pieces, runs if pieces <= 1024 else min(runs, 3))
     balance()
+    whole_models()
 
 
 if __name__ == "__main__":
