@@ -341,7 +341,7 @@ def _read_states(checkpoint: Checkpoint, reading: Reading) -> None:
                     model_file=model_file.path,
                 )
             else:
-                turns = model_file.turns()
+                turns = model_file.turns() if checkpoint.dp_degree > 1 else None
                 read_zero12(checkpoint.states, optimizer, place, model_file.shapes, file=file.path, turns=turns)
         except AffineError as fault:
             faults.add(fault)

@@ -942,9 +942,14 @@ def test_x8_slices_of_no_known_order_are_refused(tmp_path, capsys):
 
 
 def test_x8_an_order_that_is_not_recorded_is_refused(tmp_path, capsys):
-    made = make(World(stage=1, dp=2, turns=True), [Param(f"p{n}", random_full((n + 1,), n)) for n in range(4)])
-    made.files[made.model_name()]["param_shapes"] = None
-    assert "records no 'param_shapes'" in assert_refuses(made.save(tmp_path / "ckpt"), tmp_path, capsys)
+    params = [Param(f"p{n}", random_full((n + 1,), n)) for n in range(4)]
+    for ranks in (1, 2):
+        made = make(World(stage=1, dp=ranks, turns=True), params)
+        made.files[made.model_name()]["param_shapes"] = None
+        if ranks == 1:
+            assert_converts(made, tmp_path / "alone")
+        else:
+            assert "records no 'param_shapes'" in assert_refuses(made.save(tmp_path / "ckpt"), tmp_path, capsys)
 
 
 def test_every_row_of_the_table_has_its_tests():
