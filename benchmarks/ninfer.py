@@ -3,10 +3,10 @@
     python benchmarks/ninfer.py [--rows 4096] [--columns 4096] [--rounds 15]
 
 One thread, by the time it has on a processor, so that a busy machine changes little. GB/s are of values, float32 or
-int32, the best of the rounds, in which all take turns. "copy" is numpy's of the same values: beside decoding into memory
-that was touched before, beside encoding into new memory, as either is. "torch" is the same arithmetic where torch has
-it, also into touched memory and into new: bfloat16 and float8 widened, int8 codes times their scale, float32 rounded to
-bfloat16.
+int32, the best of the rounds, in which all take turns. "copy" is numpy's of the same values: beside decoding into
+memory that was touched before, beside encoding into new memory, as either is. "torch" is the same arithmetic where
+torch has it, also into touched memory and into new: bfloat16 and float8 widened, int8 codes times their scale, float32
+rounded to bfloat16.
 
 "share" is the time of the copy by the time taken. A copy reads and writes the values, a codec reads or writes fewer
 bytes on one side; "moved" is the share of the copy's speed in bytes read and written. In the last rows the values are
