@@ -293,6 +293,11 @@ def _required_info(checkpoint: Checkpoint, options: ConversionOptions) -> Mappin
     if info is not None:
         return info
     path, degree = checkpoint.model_files[0].path, checkpoint.tp_degree
+    if options.info is not None:
+        # Patterns go by name and hold at any degree; what is of one degree does not, and one rank cuts nothing.
+        taken = set(options.info) - {keys.AFFINE_MAP, keys.PADDED_VOCAB}
+        taken &= taken if degree > 1 else {keys.VOCABULARY, keys.ORIGINAL_VOCAB}
+        return {keys.VERSION: UC_VERSION, **{key: options.info[key] for key in taken}}
     if degree == 1 and (options.inject_missing_state or checkpoint.stage in (0, 3)):
         return {keys.VERSION: UC_VERSION}
     if degree == 1:

@@ -71,7 +71,9 @@ class OnDemand:
         """
         builder = self._builder
         lowered = next((param for param in reversed(builder.lowered) if param.name == name), None)
-        if lowered is None or lowered.rule is not Rule.COLUMN_PARALLEL or lowered.pattern is not None:
+        if lowered is None or lowered.rule is not Rule.COLUMN_PARALLEL:
+            return False
+        if lowered.pattern is not None or lowered.category.vocabulary is not None or len(lowered.map.ranks) == 1:
             return False
         if set(lowered.map.shard_shapes.values()) != {shape}:
             return False

@@ -31,7 +31,8 @@ BARE: Entries = ((keys.PARAM, None),)
 @dataclass(frozen=True, slots=True)
 class ConversionOptions:
     """What the user chose where a checkpoint leaves a choice. ``replicated`` names parameters whose shards were
-    found identical and are to be taken as copies of one tensor."""
+    found identical and are to be taken as copies of one tensor. ``info`` is for a checkpoint that has no
+    ``universal_checkpoint_info``."""
 
     rules: StockRules
     strict: bool = True
@@ -39,6 +40,7 @@ class ConversionOptions:
     on_drift: OnDrift = OnDrift.ERROR
     scaled_states: ScaledStates = ScaledStates.REFUSE
     replicated: frozenset[str] = frozenset()
+    info: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

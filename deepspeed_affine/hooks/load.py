@@ -80,7 +80,7 @@ def load_checkpoint(
         require_threads(threads)
         strictness = Strictness(missing, unexpected)
         policy = _scaled_policy(scaled_states)
-        offered, identity = open_checkpoint(engine, load_dir, tag, policy)
+        offered, identity = open_checkpoint(engine, load_dir, tag, policy, info)
         path = offered.folder.path
         cut = partitions(engine)
     options = {

@@ -28,11 +28,11 @@ __all__ = ["OrdinaryOffered"]
 class OrdinaryOffered(Offered):
     """What one ordinary checkpoint has for parameters that are asked for by their universal names.
 
-    The metadata of all of its files is read once. Raises CheckpointFormatError naming every file that is missing or
-    contradicts the others.
+    The metadata of all of its files is read once. ``info`` says how a checkpoint is cut that does not say so itself.
+    Raises CheckpointFormatError naming every file that is missing or contradicts the others.
     """
 
-    def __init__(self, path: str, scaled_states: ScaledStates) -> None:
+    def __init__(self, path: str, scaled_states: ScaledStates, info: Mapping[str, Any] | None = None) -> None:
         self._loaded: dict[str, Loaded] = {}
         checkpoint = read_checkpoint(path, self.load)
         # The words of the files beside F are of no use here; the newest rules offer all that the module holds.
@@ -42,6 +42,7 @@ class OrdinaryOffered(Offered):
             inject_missing_state=True,
             # A refusal is only for an engine that wants these states, and says so in other words.
             scaled_states=ScaledStates.RESET if scaled_states is ScaledStates.REFUSE else scaled_states,
+            info=info,
         )
         self._planning = ByteReader()
         self.source = OnDemand(checkpoint, options, self._planning)

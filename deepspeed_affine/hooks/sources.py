@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_affine.errors import CheckpointFormatError, PolicyError
+from deepspeed_affine.hooks.client_state import ATTRIBUTE
 from deepspeed_affine.hooks.offered import Offered
 from deepspeed_affine.hooks.ordinary import OrdinaryOffered
 from deepspeed_affine.hooks.wholeness import check_whole, identity_of
@@ -58,16 +60,22 @@ def find_checkpoint(load_dir: str | os.PathLike[str], tag: str | None, *, univer
 
 
 def open_checkpoint(
-    engine: Any, load_dir: str | os.PathLike[str], tag: str | None, policy: ScaledStates
+    engine: Any,
+    load_dir: str | os.PathLike[str],
+    tag: str | None,
+    policy: ScaledStates,
+    info: Mapping[str, Any] | None = None,
 ) -> tuple[Offered, int]:
     """What the checkpoint offers, to be closed after use, and a number that copies of it share.
 
-    Metadata alone is read. Raises CheckpointFormatError where there is none, or where files are missing or damaged.
+    ``info``, or what the engine's module says, is for an ordinary checkpoint that does not say how it is cut. Metadata
+    alone is read. Raises CheckpointFormatError where there is none, or where files are missing or damaged.
     """
     configured = getattr(engine, "load_universal_checkpoint", None)
     found = find_checkpoint(load_dir, tag, universal=bool(configured is not None and configured()))
     if not found.is_universal:
-        ordinary = OrdinaryOffered(found.path, policy)
+        own = getattr(engine.module, ATTRIBUTE, None) if info is None else info
+        ordinary = OrdinaryOffered(found.path, policy, own if isinstance(own, Mapping) else None)
         return ordinary, identity_of(ordinary, None)
     folder = scan_universal(found.path)
     manifest = check_whole(folder)

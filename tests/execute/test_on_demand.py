@@ -137,6 +137,8 @@ def test_padding_of_either_vocabulary_is_neither_read_nor_made_up(sources, world
             expected = torch.cat([real, torch.zeros(sizes[rank] - len(real), 4)])
             assert torch.equal(out, expected.flatten())
             assert part.covered == real.numel()
+    for shape in ((ROWS, 4), source.plans.tensors("embed")["fp32"].map_shape):
+        assert not source.plans.take_as_copies("embed", shape)
 
 
 def test_bytes_read_are_those_of_the_part(sources):

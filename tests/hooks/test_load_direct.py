@@ -142,6 +142,35 @@ def test_weights_alone_need_no_states(topologies):
     assert engine.global_steps == 0
 
 
+@pytest.mark.parametrize("place", ["argument", "module"])
+def test_a_checkpoint_that_does_not_say_how_it_is_cut_is_read_by_the_engines_info(tmp_path, place):
+    world = World(stage=2, tp=2, dp=2, align=2, with_info=False)
+    made, _ = saved_in(world, tmp_path)
+    made.save(tmp_path / "saved")
+    unchanged_by(whole(), tmp_path / "saved", missing="ignore", match="'universal_checkpoint_info' is missing")
+    info = saved_in(WORLDS["zero2_tp2_dp2"], tmp_path)[0].model()["universal_checkpoint_info"]
+    engine = whole()
+    if place == "module":
+        engine.module.universal_checkpoint_info = info
+    options = {"info": info} if place == "argument" else {}
+    deepspeed_affine.load_checkpoint(engine, tmp_path / "saved", missing="ignore", **options)
+    now = held(engine)
+    assert all(torch.equal(now[f"{name}:{state}"], full.flatten()) for (name, state), full in made.truth.items())
+
+
+def test_vocabulary_padding_of_one_rank_is_known_by_the_engines_info(tmp_path):
+    padded = torch.cat([synthetic.random_full((VOCABULARY, 6), 1), torch.full((3, 6), float("nan"))])
+    world = World(dp=2, with_info=False)
+    made = synthetic.make(world, [Param("embed.weight", padded, Cut("vocab", original_rows=VOCABULARY))])
+    made.save(tmp_path)
+    options = {"missing": "ignore", "unexpected": "ignore"}
+    unchanged_by(whole(), tmp_path, match=r"holds shape \(16, 6\)", **options)
+    info = synthetic.uc_info(world, [Param("embed.weight", padded, Cut("vocab", original_rows=VOCABULARY))])
+    engine = whole()
+    deepspeed_affine.load_checkpoint(engine, tmp_path, info=info, **options)
+    assert torch.equal(held(engine)["embed.weight:exp_avg"], made.truth["embed.weight", "exp_avg"].flatten())
+
+
 # ---------------------------------------------------------------- which checkpoint
 
 
