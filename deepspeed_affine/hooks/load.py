@@ -69,7 +69,8 @@ def load_checkpoint(
     ``missing`` and ``unexpected`` say what becomes of parameters, buffers and states that only the engine or only the
     checkpoint has: "raise", "warn" or "ignore". ``scaled_states`` is for states of parameters held scaled: "refuse",
     "reset" or "power". ``info`` is the ``universal_checkpoint_info`` of a model whose layers were cut by hand; by
-    default the model's own attribute, or what the checkpoint was saved with.
+    default the module's own attribute, or what the checkpoint was saved with. One saved without is read by it too.
+    ``check_replicas`` compares what several ranks saved a copy of, as a conversion does, and reads all of it for that.
 
     Every rank calls it. Where any rank finds a fault, every rank raises one error listing the faults of all, and the
     engine is unchanged. Memory beyond the engine's is one chunk a thread; ``threads`` read at once.
