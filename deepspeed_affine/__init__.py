@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from deepspeed_affine.hooks.client_state import with_universal_info
     from deepspeed_affine.hooks.collect import collect_autotp_universal_checkpoint_info
     from deepspeed_affine.hooks.describe import describe
+    from deepspeed_affine.hooks.live_shards import LiveShards, live_shards
     from deepspeed_affine.hooks.load import load_checkpoint
     from deepspeed_affine.hooks.report import LoadReport
     from deepspeed_affine.ir import (
@@ -51,6 +52,7 @@ _HOMES = {
     "deepspeed_affine.hooks.client_state": ("with_universal_info",),
     "deepspeed_affine.hooks.collect": ("collect_autotp_universal_checkpoint_info",),
     "deepspeed_affine.hooks.describe": ("describe",),
+    "deepspeed_affine.hooks.live_shards": ("LiveShards", "live_shards"),
     "deepspeed_affine.hooks.load": ("load_checkpoint",),
     "deepspeed_affine.hooks.report": ("LoadReport",),
     "deepspeed_affine.errors": (
@@ -92,6 +94,7 @@ __all__ = [
     "CheckpointFormatError",
     "IntegrityError",
     "InvalidMapError",
+    "LiveShards",
     "LoadReport",
     "ModelPlan",
     "ParamAffineMap",
@@ -109,6 +112,7 @@ __all__ = [
     "compose_maps",
     "contiguous_split_map",
     "describe",
+    "live_shards",
     "load_checkpoint",
     "meet",
     "plan_model",

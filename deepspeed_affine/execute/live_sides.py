@@ -22,7 +22,7 @@ from deepspeed_affine.plan.messages import segments_by_pair
 from deepspeed_affine.plan.model import ModelPlan
 from deepspeed_affine.plan.transfer_plan import TransferPlan
 
-__all__ = ["ONE", "Sides", "agreed"]
+__all__ = ["ONE", "Sides", "agreed", "faults_of_all"]
 
 ONE = "the parameter"
 """The name of the only parameter of a ``TransferPlan``."""
@@ -288,8 +288,7 @@ def _told(
             "kinds": list(kinds),
             "dtypes": numbers,
             "device": device.type if any(sides.values()) else None,
-            "faults": [fault.to_dict() for fault in faults][: errors.SHOWN_FAULTS],
-            "count": len(faults),
+            "faults": [fault.to_dict() for fault in faults],
         },
         separators=(",", ":"),
     )
@@ -298,16 +297,7 @@ def _told(
 def _judged(rows: list[dict[str, Any]], names: list[str]) -> dict[str, str]:
     """The dtype of every parameter that anybody holds; raises what is wrong with anybody, alike for all."""
     faults = Faults()
-    alike: dict[tuple[str, str], list[int]] = {}
-    for rank, row in enumerate(rows):
-        for each in row["faults"]:
-            alike.setdefault((each["kind"], each["message"]), []).append(rank)
-        if row["count"] > len(row["faults"]):
-            alike[AffineError.__name__, f"and {row['count'] - len(row['faults'])} more faults."] = [rank]
-    for (kind, message), ranks in alike.items():
-        error = getattr(errors, kind, AffineError)
-        more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
-        faults.add(error(f"transfer: rank {ranks[0]}{more}: {message}", rank=ranks[0]))
+    faults.extend(faults_of_all(rows, "transfer: "))
     for key, what in (("digest", "plans"), ("options", "options")):
         holders: dict[str, list[int]] = {}
         for rank, row in enumerate(rows):
@@ -342,6 +332,18 @@ def _judged(rows: list[dict[str, Any]], names: list[str]) -> dict[str, str]:
                     )
     faults.raise_if_any()
     return {name: text for name, (text, _) in found.items()}
+
+
+def faults_of_all(rows: Iterable[Mapping[str, Any]], about: str) -> Iterator[AffineError]:
+    """The faults of every process's row, those that several have in the same words once, with who has them."""
+    alike: dict[tuple[str, str, str | None], list[int]] = {}
+    for rank, row in enumerate(rows):
+        for each in row["faults"]:
+            alike.setdefault((each["kind"], each["message"], each["param"]), []).append(rank)
+    for (kind, message, param), ranks in alike.items():
+        error = getattr(errors, kind, AffineError)
+        more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+        yield error(f"{about}rank {ranks[0]}{more}: {message}", param=param, rank=ranks[0])
 
 
 def _few(ranks: list[int]) -> str:

@@ -4,7 +4,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_affine.errors import PolicyError
@@ -15,12 +15,12 @@ from deepspeed_affine.plan.rounds import rounds
 from deepspeed_affine.plan.segments import TransferSegment
 
 MODEL = [
-    Tensor("embed", (613, 24), 0, 0, 0.0),
-    Tensor("q", (24, 300), 0, 6, 0.2),
-    Tensor("o", (300, 24), 1, 6, 0.4),
+    Tensor("embed", (131, 24), 0, 0, 0.0),
+    Tensor("q", (24, 100), 0, 6, 0.2),
+    Tensor("o", (100, 24), 1, 6, 0.4),
     Tensor("norm", (5,), None, 0, 0.6),
     Tensor("scalar", (), None, 0, 0.9),
-    Tensor("head", (613, 24), 0, 0, 1.0),
+    Tensor("head", (131, 24), 0, 0, 1.0),
 ]
 COUNTS = st.dictionaries(
     st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda pair: pair[0] != pair[1]), st.integers(0, 12)
@@ -95,7 +95,8 @@ def test_the_simulation_sees_processes_that_wait_for_each_other():
     assert run(turns, random.Random(0)) < 6
 
 
-@given(TOPOLOGIES, TOPOLOGIES, st.booleans(), st.sampled_from([LEAST_BYTES, 10_001, 1 << 20]))
+@settings(max_examples=40)
+@given(TOPOLOGIES, TOPOLOGIES, st.booleans(), st.sampled_from([LEAST_BYTES, 5_001, 1 << 20]))
 def test_messages_are_bounded_and_carry_every_element_once(before, after, states, limit):
     place = state_placements if states else weight_placements
     plan = plan_model(place(MODEL, after, 2), place(MODEL, before, 2))
