@@ -205,6 +205,17 @@ def test_latest_is_taken_as_deepspeed_takes_it(both, tmp_path):
     assert loaded_steps(tmp_path) == 2
 
 
+def test_it_may_lie_in_an_object_store(both):
+    store = pytest.importorskip("fsspec").filesystem("memory")
+    for path in (both / "latest", *(both / "global_step3").iterdir()):
+        store.pipe(f"/checkpoints/{path.relative_to(both)}", path.read_bytes())
+    near, far = (engines.make_engine(3, seed=2) for _ in range(2))
+    deepspeed_affine.load_checkpoint(near, both)
+    report = deepspeed_affine.load_checkpoint(far, "memory://checkpoints")
+    assert report.path == "memory://checkpoints/global_step3"
+    assert differences(held(far), held(near)) == []
+
+
 def test_a_tag_that_leads_nowhere_is_not_replaced_by_another(both, tmp_path):
     shutil.copytree(both / "global_step2_universal", tmp_path / "global_step2_universal")
     (tmp_path / "latest_universal").write_text("global_step2_universal")
