@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from deepspeed_affine.errors import CheckpointFormatError, UnsupportedLayoutError
 from deepspeed_affine.execute.checkpoint import Checkpoint
 from deepspeed_affine.execute.model_file import UC_INFO, ModelFile
 from deepspeed_affine.ir import ParamAffineMap, replicated_map
-from deepspeed_affine.lowering.reading import as_mapping, refuse
+from deepspeed_affine.lowering.reading import as_count, as_mapping, refuse
 from deepspeed_affine.lowering.state_table import ShardKey
 from deepspeed_affine.lowering.states import FP32
 from deepspeed_affine.plan.checkpoint_layout import CheckpointLayout, LayoutParam, LayoutRank, ParamKind
@@ -35,6 +35,7 @@ def layout_of(checkpoint: Checkpoint, plan: ConversionPlan) -> CheckpointLayout:
     first = checkpoint.model_files[0]
     params = _params(checkpoint, plan)
     ranks = tuple(_rank(checkpoint, file) for file in checkpoint.model_files if not file.rank)
+    _check_ranks(checkpoint, ranks)
     optimizer = optimizer_root(checkpoint)
     config, info = first.root.get(DS_CONFIG), first.root.get(UC_INFO)
     version = first.root.get("ds_version")
@@ -182,7 +183,16 @@ def _layer_dtype(checkpoint: Checkpoint) -> str:
 def _rank(checkpoint: Checkpoint, file: ModelFile) -> LayoutRank:
     names = None
     if file.module is not None:
-        names = tuple(name for name, value in file.module.items() if isinstance(value, TensorRef))
+        known = {*file.shapes, *file.frozen_shapes}
+        lacking = sorted(known - file.module.keys())
+        if lacking:
+            raise CheckpointFormatError(
+                f"{file.path}: records the shape of parameter {lacking[0]!r}, and its module does not list it; both "
+                "are expected. The file is damaged: use another checkpoint.",
+                param=lacking[0],
+                file=file.path,
+            )
+        names = tuple(name for name, value in file.module.items() if name in known or isinstance(value, TensorRef))
     groups = tuple(tuple(group) for group in file.groups)
     aliases = dict(_aliases(checkpoint, file))
     if checkpoint.stage < 3:
@@ -194,6 +204,32 @@ def _rank(checkpoint: Checkpoint, file: ModelFile) -> LayoutRank:
     return LayoutRank(
         names, tuple(merged), aliases, tuple((o, len(group)) for o, group in zip(owners, groups, strict=True))
     )
+
+
+def _check_ranks(checkpoint: Checkpoint, ranks: Sequence[LayoutRank]) -> None:
+    """The tensor-parallel ranks of a pipeline stage hold parts of the same tensors, in one order, and the data-parallel
+    ranks of ZeRO-3 say the same of what is frozen."""
+    frozen: dict[ShardKey, Mapping[str, tuple[int, ...]]] = {}
+    for file in checkpoint.model_files:
+        if frozen.setdefault(file.shard, file.frozen_shapes) != file.frozen_shapes:
+            raise CheckpointFormatError(
+                f"{file.path}: its 'frozen_param_shapes' are others than those of another data-parallel rank; every "
+                "rank must record the same. The files are of different saves: take all of them from one.",
+                file=file.path,
+            )
+    for mp, rank in enumerate(ranks):
+        first = mp - mp % checkpoint.tp_degree
+        if (rank.names, rank.groups) != (ranks[first].names, ranks[first].groups):
+            shard = ShardKey(*divmod(mp, checkpoint.tp_degree))
+            path = next(file.path for file in checkpoint.model_files if file.shard == shard)
+            ours, theirs = ({*(each.names or ()), *each.optimized} for each in (rank, ranks[first]))
+            differ = sorted(ours ^ theirs)[:5]
+            raise CheckpointFormatError(
+                f"{path}: lists other tensors than the file of tensor-parallel rank 0, or in another order"
+                f"{f' ({differ})' if differ else ''}; every rank must list the same. The files are of different saves, "
+                "or one is damaged: take all of them from one.",
+                file=path,
+            )
 
 
 def _aliases(checkpoint: Checkpoint, file: ModelFile) -> Iterator[tuple[str, str]]:
@@ -208,12 +244,14 @@ def _aliases(checkpoint: Checkpoint, file: ModelFile) -> Iterator[tuple[str, str
 def _owners(checkpoint: Checkpoint, shard: ShardKey, count: int) -> list[int]:
     """For each ZeRO-3 sub-group the parameter group it belongs to."""
     mp = shard.pp * checkpoint.tp_degree + shard.tp
+    path = checkpoint.folder.find("zero_optim", dp=0, mp=mp).path
     found: dict[int, int] = {}
     for number, group in enumerate(param_groups_of(checkpoint, optimizer_root(checkpoint, mp))):
         params = group.get("params")
-        found.update((index, number) for index in (params if isinstance(params, list) else ()))
+        if not isinstance(params, list):
+            raise refuse(path, "'params' of a parameter group", params, "a list of the numbers of its sub-groups")
+        found.update((as_count(index, "an entry of 'params'", path), number) for index in params)
     if sorted(found) != list(range(count)):
-        path = checkpoint.folder.find("zero_optim", dp=0, mp=mp).path
         raise CheckpointFormatError(
             f"{path}: its parameter groups list sub-groups {sorted(found)}, the model-state file has {count}; each is "
             "expected once. The files come from different saves: take all of them from one.",

@@ -43,7 +43,7 @@ from deepspeed_affine.plan.conversion import ConversionPlan
 from deepspeed_affine.plan.layout_document import layout_digest
 from deepspeed_affine.storage.anywhere import memory_elsewhere
 from deepspeed_affine.storage.checkpoint_file import load_checkpoint_file
-from deepspeed_affine.storage.files import ByteReader, absolute, is_url
+from deepspeed_affine.storage.files import ByteReader, absolute, is_url, join, name_of, parent_of, read_small
 from deepspeed_affine.storage.journal import Finished
 from deepspeed_affine.storage.manifest import Manifest, ManifestFile, ManifestParameter
 from deepspeed_affine.storage.pt_reader import Loaded
@@ -176,8 +176,11 @@ def _run(args: argparse.Namespace, group: Group) -> int:
         def manifest(files: Mapping[str, Finished]) -> Manifest:
             return _manifest(settled, files, identity, execution.source_crc)
 
+        before = group.first(lambda: _latest(target))
         with shared_output(args, source, target, identity, group, kind=ORDINARY) as output:
             remarks = write_output(args, plan, execution, reader, output, summary, group, manifest)
+        if before not in (None, name_of(target)):
+            remarks.append(f"{join(parent_of(target), ORDINARY.latest)} named {before} and names {name_of(target)} now")
     if speaks:
         try:
             _print(summary, as_json=args.json, remarks=remarks)
@@ -204,6 +207,14 @@ def _folders(args: argparse.Namespace) -> tuple[str, str]:
             "--layout."
         )
     return source, target
+
+
+def _latest(target: str) -> str | None:
+    """What ``latest`` beside the output names: in the folder of a run, a checkpoint of its own."""
+    try:
+        return read_small(join(parent_of(target), ORDINARY.latest), 4096).decode("utf-8").strip() or None
+    except (OSError, ValueError):
+        return None
 
 
 def _given(args: argparse.Namespace, load: Any) -> CheckpointLayout | None:

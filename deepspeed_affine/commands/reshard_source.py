@@ -193,6 +193,10 @@ class ReshardSource:
         return self._storages.index(storage)
 
     def extra_states(self, path: str) -> Mapping[str, Any]:
-        """The module's entries that are no tensors."""
+        """The module's entries that are no tensors, nor stand for one."""
         module = load_checkpoint_file(path).root.get("module") or {}
-        return {name: value for name, value in module.items() if not isinstance(value, TensorRef)}
+        return {
+            name: value
+            for name, value in module.items()
+            if not isinstance(value, TensorRef) and name not in self.layout.params
+        }

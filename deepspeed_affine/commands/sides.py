@@ -293,5 +293,15 @@ def _aliases(models: tuple[ModelFile, ...]) -> dict[str, str]:
 def _shared(root: Mapping[str, Any], optimizer_state: Any) -> dict[str, Any]:
     found = {key: value for key, value in root.items() if key not in RANK_KEYS}
     if isinstance(optimizer_state, Mapping):
-        found["param_groups"] = optimizer_state.get("param_groups")
+        found["param_groups"] = _hyperparameters(optimizer_state.get("param_groups"))
     return found
+
+
+def _hyperparameters(groups: Any) -> Any:
+    """Parameter groups without the numbers of their flat tensors, of which another layout has others."""
+    if not isinstance(groups, list):
+        return groups
+    return [
+        {key: value for key, value in group.items() if key != "params"} if isinstance(group, Mapping) else group
+        for group in groups
+    ]

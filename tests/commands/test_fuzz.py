@@ -13,9 +13,10 @@ import pytest
 import torch
 from converting import convert, is_flat, leftovers, wrong
 from fuzzing import FuzzError, base_of, campaign
+from resharding import reshard
 from synthetic import COLUMN, ROW, Cut, ExpertLayer, FragmentAddress, LossScaler, Param, World, make, random_full, save
 
-from deepspeed_affine.cli import ds_to_universal
+from deepspeed_affine.cli import ds_affine, ds_to_universal
 from deepspeed_affine.commands import convert as command
 from deepspeed_affine.errors import AffineError
 
@@ -211,6 +212,64 @@ def test_a_sample_of_replacements(world, capsys):
 @pytest.mark.parametrize("world", WORLDS)
 def test_many_replacements(world, capsys):
     run_world(world, 11, 0, capsys)
+
+
+RESHARDED = {
+    "zero1": ("--zero-stage", "3"),
+    "zero2-tp2": ("--zero-stage", "1", "--dp", "3"),
+    "zero1-pp2": ("--dp", "2"),
+    "zero3": ("--zero-stage", "1"),
+    "zero3-tp2": ("--zero-stage", "2", "--dp", "3"),
+    "muon": ("--dp", "3"),
+}
+
+
+def reshard_world(world, step, capsys):
+    """What ``reshard`` makes of the replacements is refused, or the same numbers as ``diff`` finds in the source."""
+    made = WORLDS[world]()
+    base = Path(tempfile.mkdtemp())
+    source, target = base / "in", base / "out"
+    try:
+        made.save(source)
+        made.save(base / "intact")
+        cases = [
+            (name, path, new)
+            for name, root in made.files.items()
+            if representative(name)
+            for path in places(root)
+            for new in (*REPLACEMENTS, DELETED)
+            if "shared_params" not in path
+        ]
+        ended = {0: 0, 2: 0}
+        for name, path, new in cases[::step]:
+            save(replaced(made.files[name], path, copy.deepcopy(new) if new is not DELETED else new), source / name)
+            code = reshard(source, target, *RESHARDED[world])
+            said = capsys.readouterr().err
+            where = f"{name}: {path} replaced by {new!r}: {said}"
+            ended[code] += 1
+            assert "internal error" not in said, where
+            if code:
+                assert leftovers(target) == [], where
+                assert said, where
+            else:
+                assert ds_affine(["diff", "--contents", str(source), str(target)]) == 0, where + capsys.readouterr().out
+                capsys.readouterr()
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copyfile(base / "intact" / name, source / name)
+        assert min(ended.values()) >= 2
+    finally:
+        shutil.rmtree(base)
+
+
+@pytest.mark.parametrize("world", RESHARDED)
+def test_a_sample_of_replacements_resharded(world, capsys):
+    reshard_world(world, 131, capsys)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("world", RESHARDED)
+def test_many_replacements_resharded(world, capsys):
+    reshard_world(world, 17, capsys)
 
 
 def byte_bases(base):

@@ -119,6 +119,13 @@ def test_a_rerun_finds_its_output_complete_and_another_is_refused(tmp_path, sour
     assert contents(tmp_path / "out") == before
 
 
+def test_what_latest_named_before_is_said(tmp_path, source, capsys):
+    (tmp_path / "latest").write_text("in")
+    assert reshard_to_wanted(source, tmp_path / "out") == 0
+    assert f"{tmp_path / 'latest'} named in and names out now" in capsys.readouterr().out
+    assert (tmp_path / "latest").read_text() == "out"
+
+
 def test_damage_of_the_output_is_found(tmp_path, source, capsys):
     assert reshard_to_wanted(source, tmp_path / "out") == 0
     assert ds_affine(["verify", str(tmp_path / "out")]) == 0

@@ -93,7 +93,19 @@ def _model_parallel() -> list[Pair]:
     ]  # fmt: skip
 
 
-PAIRS: tuple[Pair, ...] = (*_plain(), *_model_parallel())
+def _versions() -> list[Pair]:
+    pairs = []
+    for version in ("0.16.9", "0.18.9"):
+        at = f"v{version.replace('.', '')}"
+        one, three = Case(f"{at}_zero1"), Case(f"{at}_zero3", stage=3, groups=2)
+        pairs += [
+            Pair(f"{at}_zero1_to_zero3", one, replace(one, stage=3, world=3), environment=version),
+            Pair(f"{at}_zero3_to_zero1", three, replace(three, stage=1, world=3), environment=version),
+        ]
+    return pairs
+
+
+PAIRS: tuple[Pair, ...] = (*_plain(), *_model_parallel(), *_versions())
 
 
 def pair_named(name: str) -> Pair:
