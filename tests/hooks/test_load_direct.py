@@ -35,24 +35,26 @@ TARGETS = {
 }
 
 
-def saved_in(world, folder):
-    """What an engine of that topology would have saved of the small model, and the tensors it was cut from."""
+def params_of(world):
+    """The small model's parameters, cut as that world cuts them."""
     rows = -(-VOCABULARY // world.tp) * world.tp
     embed = synthetic.random_full((VOCABULARY, 6), 1)
     padded = torch.cat([embed, torch.full((rows - VOCABULARY, 6), float("nan"))])
     last = (world.pp - 1,)
-    return synthetic.make(
-        world,
-        [
-            Param("embed.weight", padded, Cut("vocab", original_rows=VOCABULARY), stages=tuple(range(world.pp))),
-            Param("up.weight", synthetic.random_full((10, 6), 2), COLUMN),
-            Param("up.bias", synthetic.random_full((10,), 3), COLUMN),
-            Param("norm.weight", synthetic.random_full((10,), 4), REPLICATED, stages=last),
-            Param("norm.bias", synthetic.random_full((10,), 5), REPLICATED, stages=last),
-            Param("down.weight", synthetic.random_full((6, 10), 6), ROW, stages=last),
-            Param("down.bias", synthetic.random_full((6,), 7), REPLICATED, stages=last),
-        ],
-    ), folder
+    return [
+        Param("embed.weight", padded, Cut("vocab", original_rows=VOCABULARY), stages=tuple(range(world.pp))),
+        Param("up.weight", synthetic.random_full((10, 6), 2), COLUMN),
+        Param("up.bias", synthetic.random_full((10,), 3), COLUMN),
+        Param("norm.weight", synthetic.random_full((10,), 4), REPLICATED, stages=last),
+        Param("norm.bias", synthetic.random_full((10,), 5), REPLICATED, stages=last),
+        Param("down.weight", synthetic.random_full((6, 10), 6), ROW, stages=last),
+        Param("down.bias", synthetic.random_full((6,), 7), REPLICATED, stages=last),
+    ]
+
+
+def saved_in(world):
+    """What an engine of that topology would have saved, and the tensors it was cut from."""
+    return synthetic.make(world, params_of(world))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,7 @@ def topologies(tmp_path_factory):
 
     def get(name):
         if name not in made:
-            checkpoint, folder = saved_in(WORLDS[name], tmp_path_factory.mktemp("saved") / "global_step7")
+            checkpoint, folder = saved_in(WORLDS[name]), tmp_path_factory.mktemp("saved") / "global_step7"
             checkpoint.save(folder)
             (folder.parent / "latest").write_text(folder.name)
             made[name] = checkpoint, folder
@@ -88,6 +90,35 @@ def test_an_engine_goes_on_from_any_other_topology(topologies, source, target):
     assert {float(now[f"{name}:step"]) for name, _ in made.truth} == {7.0}
     assert report.bytes_read == sum(full.nbytes for full in made.truth.values())
     assert set(report.weights) == {name for name, _ in made.truth}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("source", [name for name in WORLDS if "pp2" not in name])
+def test_frozen_weights_buffers_and_tied_names_come_too(tmp_path, source, stage):
+    frozen = synthetic.random_full((10,), 4)
+    params = [param for param in params_of(WORLDS[source]) if param.name != "norm.weight"]
+    params += [
+        Param("norm.weight", frozen, REPLICATED, kind="frozen"),
+        Param("seen", torch.tensor([1.0, 2.0, 3.0]), kind="buffer"),
+        Param("head.weight", params[0].full, params[0].cut, kind="alias", alias_of="embed.weight"),
+    ]
+    made = synthetic.make(WORLDS[source], params)
+    for name, root in made.files.items():
+        if name.endswith("_model_states.pt"):
+            # ZeRO-3 partitions no buffer.
+            root["module"]["seen"] = torch.tensor([1.0, 2.0, 3.0])
+    made.save(tmp_path / "saved")
+    engine = engines.make_engine(stage, seed=2)
+    report = deepspeed_affine.load_checkpoint(engine, tmp_path / "saved")
+    now = held(engine)
+    assert torch.equal(now["norm.weight"].flatten(), frozen)
+    assert torch.equal(now["seen"], torch.tensor([1.0, 2.0, 3.0]))
+    assert report.buffers == ("seen",)
+    assert all(
+        torch.equal(now[f"{name}:{state}"], made.truth[name, state].flatten())
+        for name in ("embed.weight", "up.weight", "down.weight")
+        for state in ("fp32", "exp_avg", "exp_avg_sq")
+    )
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -145,10 +176,10 @@ def test_weights_alone_need_no_states(topologies):
 @pytest.mark.parametrize("place", ["argument", "module"])
 def test_a_checkpoint_that_does_not_say_how_it_is_cut_is_read_by_the_engines_info(tmp_path, place):
     world = World(stage=2, tp=2, dp=2, align=2, with_info=False)
-    made, _ = saved_in(world, tmp_path)
+    made = saved_in(world)
     made.save(tmp_path / "saved")
     unchanged_by(whole(), tmp_path / "saved", missing="ignore", match="'universal_checkpoint_info' is missing")
-    info = saved_in(WORLDS["zero2_tp2_dp2"], tmp_path)[0].model()["universal_checkpoint_info"]
+    info = saved_in(WORLDS["zero2_tp2_dp2"]).model()["universal_checkpoint_info"]
     engine = whole()
     if place == "module":
         engine.module.universal_checkpoint_info = info
