@@ -1,12 +1,13 @@
 """Parameters moved between two live topologies of one torch.distributed job, point to point.
 
 What is sent follows from the plan alone (``plan.messages``), and when from it too (``plan.rounds``, which also says why
-no process waits for ever). A process holds at most one message it packs and one it has received at a time.
+no process waits for ever). While a round is under way a process packs what it sends in the next and unpacks what it
+received in the last: it holds at most two messages each way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
@@ -16,7 +17,7 @@ import torch
 from deepspeed_affine.errors import Faults, PolicyError
 from deepspeed_affine.execute.live_sides import ONE, Sides, agreed
 from deepspeed_affine.execute.memory import as_words, strided_view, times, word_view
-from deepspeed_affine.execute.wire import Wire
+from deepspeed_affine.execute.wire import Pending, Wire
 from deepspeed_affine.ir import Region
 from deepspeed_affine.ir.ints import row_major_strides, shown
 from deepspeed_affine.plan.messages import LEAST_BYTES, Message, cut, is_run, messages, segments_by_pair
@@ -28,7 +29,7 @@ from deepspeed_affine.plan.transfer_plan import TransferPlan
 __all__ = ["STAGING_BYTES", "TIMEOUT_SECONDS", "TransferReport", "transfer"]
 
 STAGING_BYTES = 64 << 20
-LEAST_STAGING_BYTES = 4 * LEAST_BYTES
+LEAST_STAGING_BYTES = 8 * LEAST_BYTES
 
 TIMEOUT_SECONDS = 300.0
 
@@ -124,12 +125,22 @@ def _check_options(staging: Any, timeout: Any, power: Any, scaled_states: Any, f
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """What this process does in one round."""
+    """What this process does in one round, by its number."""
 
+    number: int
     sent: Message | None = None
     target: int = -1
     received: Message | None = None
     source: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Flying:
+    """A turn under way, and where what is received lands."""
+
+    turn: _Turn
+    landing: torch.Tensor | None
+    pending: Pending
 
 
 class _Moving:
@@ -148,7 +159,7 @@ class _Moving:
             # What cannot be multiplied is refused here, by all.
             times(torch.empty(0), Fraction(scale) ** power)
         self.scratch = staging // 4 if scaled else 0
-        self.limit = (staging - self.scratch) // 2
+        self.limit = (staging - self.scratch) // 4
         self.staging = _Staging(sides.device)
         self.done = self.total = 0
         self.sent = self.received = self.copied = 0
@@ -164,11 +175,9 @@ class _Moving:
         for name, segment in local:
             self._copy(name, segment)
         for first in range(0, last, WINDOW_ROUNDS):
-            for number in range(first, min(first + WINDOW_ROUNDS, last)):
-                if number in turns:
-                    wire.during = f"in round {number + 1} of {last}"
-                    self._take(turns[number])
-            wire.during = f"after round {min(first + WINDOW_ROUNDS, last)} of {last}"
+            stop = min(first + WINDOW_ROUNDS, last)
+            self._window([turns[number] for number in range(first, stop) if number in turns], last)
+            wire.during = f"after round {stop} of {last}"
             wire.confirm()
         unfilled = {name: each.unfilled[rank] for name, each in self.plan.plans.items() if rank in each.unfilled}
         return TransferReport(
@@ -208,26 +217,43 @@ class _Moving:
                 else:
                     receives[number] = (message, sender)
         turns = {
-            number: _Turn(*sends.get(number, (None, -1)), *receives.get(number, (None, -1)))
+            number: _Turn(number, *sends.get(number, (None, -1)), *receives.get(number, (None, -1)))
             for number in sorted({*sends, *receives})
         }
         return turns, 1 + max([numbers[-1] for numbers in when.values()], default=-1)
 
-    def _take(self, turn: _Turn) -> None:
-        packed = None if turn.sent is None else self._packed(turn.sent)
-        landing = direct = None
-        if turn.received is not None:
-            direct = self._in_place(turn.received, "target")
-            landing = self.staging.of("received", turn.received.nbytes) if direct is None else direct
-        self.wire.exchange(packed, turn.target, landing, turn.source)
-        if turn.received is not None and landing is not None:
-            if direct is None:
-                self._unpack(turn.received, landing)
-            self.received += turn.received.payload
-            self._advance(turn.received.payload)
-        if turn.sent is not None:
-            self.sent += turn.sent.payload
-            self._advance(turn.sent.payload)
+    def _window(self, turns: Sequence[_Turn], last: int) -> None:
+        """Take these turns, one after another."""
+        flying: _Flying | None = None
+        for at, turn in enumerate(turns):
+            packed = None if turn.sent is None else self._packed(turn.sent, at % 2)
+            landing = None if turn.received is None else self._landing(turn.received, at % 2)
+            if flying is not None:
+                self.wire.end(flying.pending)
+            before = flying
+            flying = _Flying(turn, landing, self.wire.begin(packed, turn.target, landing, turn.source))
+            if before is not None:
+                self._landed(before)
+            self.wire.during = f"in round {turn.number + 1} of {last}"
+        if flying is not None:
+            self.wire.end(flying.pending)
+            self._landed(flying)
+
+    def _landing(self, message: Message, slot: int) -> torch.Tensor:
+        direct = self._in_place(message, "target")
+        return self.staging.of("received", slot, message.nbytes) if direct is None else direct
+
+    def _landed(self, flown: _Flying) -> None:
+        """The turn's messages have arrived, here and there."""
+        sent, received = flown.turn.sent, flown.turn.received
+        if received is not None and flown.landing is not None:
+            if self._in_place(received, "target") is None:
+                self._unpack(received, flown.landing)
+            self.received += received.payload
+            self._advance(received.payload)
+        if sent is not None:
+            self.sent += sent.payload
+            self._advance(sent.payload)
 
     def _in_place(self, message: Message, side: Literal["source", "target"]) -> torch.Tensor | None:
         """The message's bytes in the shard itself, where they are one run there and arrive as they are."""
@@ -245,11 +271,11 @@ class _Moving:
             return None
         return as_words(flat).view(torch.uint8)[offset * part.itemsize : offset * part.itemsize + part.nbytes]
 
-    def _packed(self, message: Message) -> torch.Tensor:
+    def _packed(self, message: Message, slot: int) -> torch.Tensor:
         found = self._in_place(message, "source")
         if found is not None:
             return found
-        staged = self.staging.of("sent", message.nbytes)
+        staged = self.staging.of("sent", slot, message.nbytes)
         for part in message.parts:
             flat, block = self.sides.source[part.param], part.block
             read = word_view(as_words(flat), flat, block.shape, block.source_offset, block.source_strides)
@@ -297,21 +323,22 @@ class _Moving:
 
 
 class _Staging:
-    """The memory that is held beside the shards: one buffer each way, as large as the largest message so far."""
+    """The memory that is held beside the shards: two buffers each way, as large as their largest message so far."""
 
     def __init__(self, device: torch.device) -> None:
         self.peak = 0
         self._device = device
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers: dict[tuple[str, int], torch.Tensor] = {}
 
-    def of(self, way: str, nbytes: int) -> torch.Tensor:
-        """``nbytes`` of the buffer of that way, whose contents are free to be overwritten."""
-        if way not in self._buffers or self._buffers[way].numel() < nbytes:
+    def of(self, way: str, slot: int, nbytes: int) -> torch.Tensor:
+        """``nbytes`` of that buffer, whose contents are free to be overwritten."""
+        key = (way, slot)
+        if key not in self._buffers or self._buffers[key].numel() < nbytes:
             # The smaller one goes before the larger one comes.
-            self._buffers.pop(way, None)
-            self._buffers[way] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            self._buffers.pop(key, None)
+            self._buffers[key] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self.note(0)
-        return self._buffers[way][:nbytes]
+        return self._buffers[key][:nbytes]
 
     def note(self, more: int) -> None:
         """So many bytes are held beside the buffers for a moment."""

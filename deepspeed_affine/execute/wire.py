@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,12 +17,21 @@ import torch.distributed as dist
 from deepspeed_affine.errors import PolicyError
 from deepspeed_affine.execute.link import JobError
 
-__all__ = ["Wire"]
+__all__ = ["Pending", "Wire"]
 
 IN_MEMORY = ("gloo", "mpi")
 """Backends whose collectives take tensors in memory."""
 
 OTHERS = "the other processes"
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What has been started together, whom each of it is waited for, and when."""
+
+    works: list[Any]
+    whom: list[str]
+    began: float
 
 
 class Wire:
@@ -72,53 +82,65 @@ class Wire:
     def _gathered(self, own: torch.Tensor) -> list[torch.Tensor]:
         ours = own.to(self.device)
         rows = [torch.empty_like(ours) for _ in range(self.size)]
-        self._done(lambda: [dist.all_gather(rows, ours, group=self._group, async_op=True)], [OTHERS], None)
+        started = self._started(lambda: [dist.all_gather(rows, ours, group=self._group, async_op=True)], [OTHERS])
+        self._wait(started, None)
         return rows
 
     def confirm(self) -> None:
         """All processes have come here. Raises JobError where one has not in time."""
         if self.size > 1:
             flag = torch.ones(1, dtype=torch.int64, device=self.device)
-            self._done(lambda: [dist.all_reduce(flag, group=self._group, async_op=True)], [OTHERS], self.timeout)
+            self.end(self._started(lambda: [dist.all_reduce(flag, group=self._group, async_op=True)], [OTHERS]))
 
-    def exchange(self, sent: torch.Tensor | None, target: int, received: torch.Tensor | None, source: int) -> None:
-        """``sent`` has left for ``target`` and ``received`` is filled by ``source``; both started before either is
-        waited for. Flat tensors of bytes, on the device the group moves."""
-        work, peers = [], []
+    def begin(self, sent: torch.Tensor | None, target: int, received: torch.Tensor | None, source: int) -> Pending:
+        """``sent`` is on its way to ``target`` and ``received`` about to be filled by ``source``.
+
+        Flat tensors of bytes on the device that the group moves, not to be touched before ``end``.
+        """
+        operations, peers = [], []
         if sent is not None:
-            work.append(dist.P2POp(dist.isend, sent, self._global(target), self._group))
+            operations.append(dist.P2POp(dist.isend, sent, self._global(target), self._group))
             peers.append(f"rank {target}, which it sends to")
         if received is not None:
-            work.append(dist.P2POp(dist.irecv, received, self._global(source), self._group))
+            operations.append(dist.P2POp(dist.irecv, received, self._global(source), self._group))
             peers.append(f"rank {source}, which it receives from")
-        if work:
-            self._done(lambda: dist.batch_isend_irecv(work), peers, self.timeout)
+        return self._started(lambda: dist.batch_isend_irecv(operations), peers)
+
+    def end(self, pending: Pending) -> None:
+        """What has begun is done. Raises JobError where it is not within the timeout, counted from its beginning."""
+        self._wait(pending, self.timeout)
 
     def _global(self, rank: int) -> int:
         return rank if self._group is dist.group.WORLD else dist.get_global_rank(self._group, rank)
 
-    def _done(self, start: Callable[[], list[Any]], whom: list[str], seconds: float | None) -> None:
-        """What is started has ended, in so many seconds or those of the group. ``whom`` it is waited for in turn."""
+    def _started(self, start: Callable[[], list[Any]], whom: list[str]) -> Pending:
         began = time.monotonic()
-        waits = " or ".join(whom)
         try:
-            started = start()
-            for number, work in enumerate(started):
+            return Pending(start(), whom, began)
+        except RuntimeError as error:
+            raise self._lost(" or ".join(whom), began, error) from error
+
+    def _wait(self, pending: Pending, seconds: float | None) -> None:
+        waits = whom = " or ".join(pending.whom)
+        try:
+            for number, work in enumerate(pending.works):
                 # Some backends make one work of all that is started together.
-                waits = whom[number] if len(started) == len(whom) else " or ".join(whom)
+                waits = pending.whom[number] if len(pending.works) == len(pending.whom) else whom
                 if seconds is None:
                     finished = work.wait()
                 else:
-                    left = max(0.001, seconds - (time.monotonic() - began))
+                    left = max(0.001, seconds - (time.monotonic() - pending.began))
                     finished = work.wait(timedelta(seconds=left))
                 if finished is False:
                     raise RuntimeError("timed out")
         except RuntimeError as error:
-            waited = time.monotonic() - began
-            lines = str(error).splitlines() or [type(error).__name__]
-            raise JobError(
-                f"transfer: rank {self.rank} lost {waits}, after {waited:.1f} s, {self.during} ({lines[0][:200]}). A "
-                "process of the group ended, hangs, or raised an error of its own: see what each says. The group "
-                "cannot be used any more; start the job anew.",
-                rank=self.rank,
-            ) from error
+            raise self._lost(waits, pending.began, error) from error
+
+    def _lost(self, whom: str, began: float, error: RuntimeError) -> JobError:
+        lines = str(error).splitlines() or [type(error).__name__]
+        return JobError(
+            f"transfer: rank {self.rank} lost {whom}, after {time.monotonic() - began:.1f} s, {self.during} "
+            f"({lines[0][:200]}). A process of the group ended, hangs, or raised an error of its own: see what each "
+            "says. The group cannot be used any more; start the job anew.",
+            rank=self.rank,
+        )

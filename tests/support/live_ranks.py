@@ -41,7 +41,7 @@ from deepspeed_affine.errors import AffineError
 from deepspeed_affine.execute.live import transfer
 from deepspeed_affine.ir import replicated_map
 
-SMALL = 16 << 10
+SMALL = 32 << 10
 LOST_SECONDS, JOB_SECONDS = 2.0, 120.0
 
 

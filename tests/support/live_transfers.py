@@ -226,7 +226,7 @@ LARGE: dict[str, Callable[[], Move]] = {
 
 FAULTS = {
     "other plan": r"different plans \(ranks 0, 1, 3: .*; ranks 2: ",
-    "other options": r"different options \(.*16384.*32768",
+    "other options": r"different options \(.*32768.*65536",
     "wrong dtype": r"rank 2: parameter 'w': this process holds torch.bfloat16, and the plan is for elements of 4 bytes",
     "other dtype": r"rank 2: parameter 'w': holds torch.int32, and rank 0 holds torch.float32",
     "too short": r"rank 2: source shard of 'w': has 767 elements; the plan reads 768",
