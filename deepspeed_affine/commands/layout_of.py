@@ -48,6 +48,8 @@ def layout_of(checkpoint: Checkpoint, plan: ConversionPlan) -> CheckpointLayout:
         stage=checkpoint.stage,
         params=params,
         ranks=ranks,
+        experts=dict(checkpoint.native_experts.layers),
+        data_before_expert=isinstance(config, Mapping) and bool(config.get("use_data_before_expert_parallelism")),
         bf16_optimizer="zero_stage" not in optimizer,
         prefix=checkpoint.folder.optim_files[0].prefix,
         param_alignment=aligned_to(zero_config(config), params),
@@ -102,11 +104,11 @@ def _refuse(checkpoint: Checkpoint) -> None:
             "convert it with ds_to_universal --affine.",
             file=folder.path,
         )
-    if checkpoint.experts or checkpoint.expert_tensors or folder.expert_optim_files:
+    if checkpoint.experts or folder.expert_optim_files:
         raise UnsupportedLayoutError(
-            f"{folder.path}: is of a mixture of experts, whose optimizer states lie over groups of their own and are "
-            "not written anew. Convert it with ds_to_universal --affine, or load it with "
-            "deepspeed_affine.load_checkpoint.",
+            f"{folder.path}: is of a mixture of experts that lie stacked in one parameter (AutoEP), or whose states "
+            "are in files of their own; these are not written anew. Convert it with ds_to_universal --affine, or load "
+            "it with deepspeed_affine.load_checkpoint.",
             file=folder.path,
         )
     if folder.offloaded:
@@ -139,6 +141,8 @@ def _params(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, LayoutPar
                 elif name not in checkpoint.shapes and checkpoint.stage < 3:
                     frozen.setdefault(name, value.shape)
         frozen.update(file.frozen_shapes)
+    for name, by_rank in checkpoint.expert_tensors.items():
+        dtypes.setdefault(name, next(iter(by_rank.values())).dtype)
     layer_dtype = _layer_dtype(checkpoint)
     found: dict[str, LayoutParam] = {}
     for name, shapes in checkpoint.shapes.items():
@@ -183,7 +187,9 @@ def _layer_dtype(checkpoint: Checkpoint) -> str:
 def _rank(checkpoint: Checkpoint, file: ModelFile) -> LayoutRank:
     names = None
     if file.module is not None:
-        known = {*file.shapes, *file.frozen_shapes}
+        # Experts are in files of their own.
+        layers = tuple(checkpoint.native_experts.layers)
+        known = {name for name in (*file.shapes, *file.frozen_shapes) if not layers or not name.startswith(layers)}
         lacking = sorted(known - file.module.keys())
         if lacking:
             raise CheckpointFormatError(

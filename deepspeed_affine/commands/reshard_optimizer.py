@@ -64,22 +64,25 @@ class _OptimizerFile:
         target = self.target
         count = len(self.rank.groups)
         groups = [target.flat_group(self.mp, group) for group in range(count)]
+        # Experts have another name on each rank than over all, and other ranks to lie over.
+        held = [target.held_by(names, self.dp) for names in self.rank.groups]
         runs = [
-            [(names[run.index], run) for run in group.runs_of(self.dp)]
-            for names, group in zip(self.rank.groups, groups, strict=True)
+            [(names[run.index], run) for run in group.runs_of(place)]
+            for (names, place, _), group in zip(held, groups, strict=True)
         ]
-        paddings = [group.padding_of(self.dp) for group in groups]
+        paddings = [group.padding_of(place) for (_, place, _), group in zip(held, groups, strict=True)]
         masters, states = [], {}
         for at, group in enumerate(groups):
             # BF16_Optimizer keeps the padding at the end of a group.
             kept = group.partition_size - (0 if target.bf16_optimizer else paddings[at])
-            masters.append(self._master(self.rank.groups[at], runs[at], kept))
-            found = self._states(self.rank.groups[at], runs[at], group.partition_size, at)
+            masters.append(self._master(held[at][0], runs[at], kept))
+            found = self._states(held[at][0], runs[at], group.partition_size, at)
             if found:
                 states[at] = found
         if target.bf16_optimizer:
             paddings = [
-                group.partition_size * target.dp - group.end if self.dp == target.dp - 1 else 0 for group in groups
+                group.partition_size * group.dp - group.end if place == group.dp - 1 else 0
+                for (_, place, _), group in zip(held, groups, strict=True)
             ]
         made = self._common(old, [*ONLY_ZERO3, *(("zero_stage", "loss_scaler") if target.bf16_optimizer else ())])
         if target.bf16_optimizer:
@@ -95,9 +98,12 @@ class _OptimizerFile:
         made["group_paddings"] = paddings
         if not target.bf16_optimizer and (PADDINGS in old or self.source.layout.stage == 3 or "zero_stage" not in old):
             made[PADDINGS] = [list(group.paddings) for group in groups]
-        made["partition_count"] = [target.dp] * count
+        made["partition_count"] = [parts for _, _, parts in held]
         made["ds_version"] = target.version or old.get("ds_version") or self.old.get("ds_version")
-        made["param_slice_mappings"] = [OrderedDict((name, _address(run)) for name, run in found) for found in runs]
+        made["param_slice_mappings"] = [
+            OrderedDict((names[run.index], _address(run)) for _, run in found)
+            for names, found in zip(self.rank.groups, runs, strict=True)
+        ]
         if UC_INFO in old:
             made[UC_INFO] = old[UC_INFO]
             put_info(made, target, same_cut=self.same_cut)
@@ -139,9 +145,22 @@ class _OptimizerFile:
 
     def _param_groups(self, members: list[list[int]]) -> list[dict[str, Any]]:
         return [
-            {key: list(numbers) if key == "params" else value for key, value in group.items()}
-            for group, numbers in zip(self.source.param_groups, members, strict=True)
+            {
+                key: list(numbers) if key == "params" else self._group_name(value, at) if key == "name" else value
+                for key, value in group.items()
+            }
+            for at, (group, numbers) in enumerate(zip(self.source.param_groups, members, strict=True))
         ]
+
+    def _group_name(self, name: Any, group: int) -> Any:
+        """DeepSpeed names a group of experts for their expert-parallel degree, and finds its ranks by that name."""
+        layer = self.target.expert_layer(self.rank.groups[group])
+        if layer is None:
+            return name
+        old, new = (
+            count // local for count, local in (each.experts[layer] for each in (self.source.layout, self.target))
+        )
+        return f"ep_size_{new}" if name == f"ep_size_{old}" else name
 
     def _master(self, names: Sequence[str], runs: Parts, numel: int) -> Any:
         dtypes = sorted({self.source.stored(name).dtype for name in names})

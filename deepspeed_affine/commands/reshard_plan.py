@@ -166,6 +166,13 @@ def _same_shape(source: ReshardSource, name: str, ours: Sequence[int], theirs: S
 
 
 def _group_differences(layout: CheckpointLayout, target: CheckpointLayout) -> Iterator[tuple[str | None, str]]:
+    ours_of, theirs_of = ({prefix: count for prefix, (count, _) in each.experts.items()} for each in (layout, target))
+    if ours_of != theirs_of:
+        yield (
+            None,
+            f"its layers of experts are {theirs_of}, those of the checkpoint {ours_of} (prefix and number of experts); "
+            "expected the same.",
+        )
     ours, theirs = _group_of(layout), _group_of(target)
     for name in sorted(ours.keys() & theirs.keys()):
         if ours[name] != theirs[name]:
@@ -211,7 +218,7 @@ def reshard_plan(
         *model_files(source, target, same_cut=same_cut),
         *optimizer_files(source, target, same_cut=same_cut),
     )
-    return ConversionPlan(source.storages, (), objects, _layer_files(source.checkpoint), tuple(notes))
+    return ConversionPlan(source.storages, (), objects, _kept_files(source.checkpoint), tuple(notes))
 
 
 def _require_layer_files(source: ReshardSource, target: CheckpointLayout, *, same_cut: bool) -> None:
@@ -225,6 +232,12 @@ def _require_layer_files(source: ReshardSource, target: CheckpointLayout, *, sam
             "Convert it with ds_to_universal --affine.",
             file=folder,
         )
+    if source.layout.experts and source.layout.tp != target.tp:
+        raise UnsupportedLayoutError(
+            f"{folder}: keeps its experts in files of {source.layout.tp} tensor-parallel ranks; the target has "
+            f"{target.tp}. Convert it with ds_to_universal --affine, or load it with deepspeed_affine.load_checkpoint.",
+            file=folder,
+        )
     if layers and source.layout.tp != target.tp:
         raise UnsupportedLayoutError(
             f"{folder}: keeps its weights in pipeline layer files, under names local to a layer, of "
@@ -234,11 +247,13 @@ def _require_layer_files(source: ReshardSource, target: CheckpointLayout, *, sam
         )
 
 
-def _layer_files(checkpoint: Checkpoint) -> tuple[CopiedFile, ...]:
-    """Layers are numbered over all stages, so that their files are the same whatever the number of stages."""
+def _kept_files(checkpoint: Checkpoint) -> tuple[CopiedFile, ...]:
+    """Layers are numbered over all stages and experts over all ranks, so that their files are the same whatever the
+    number of these."""
+    folder = checkpoint.folder
     return tuple(
         CopiedFile(name_of(file.path), file.path, file_size(file.path), _storages(file.path))
-        for file in checkpoint.folder.layer_files
+        for file in (*folder.layer_files, *folder.expert_files)
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
@@ -69,12 +69,15 @@ class LayoutRank:
 class CheckpointLayout:
     """One topology of one model: degrees, ZeRO stage, the parameters' maps, and the order of everything.
 
-    ``ranks`` are the model-parallel ranks, pipeline stage by stage, ``tp`` of each. ``bf16_optimizer`` says that the
-    optimizer is DeepSpeed's BF16_Optimizer, ``prefix`` what the optimizer files' names begin with.
-    ``param_alignment`` counts elements. ``hyperparameters`` are the names each parameter group has, ``states`` those of
-    the optimizer's tensors; None where nothing tells. ``config``, ``info`` and ``version`` are the DeepSpeed
-    configuration, ``universal_checkpoint_info`` and DeepSpeed version that files of this topology carry, the first two
-    encoded as plain JSON; None leaves what the files' source has.
+    ``ranks`` are the model-parallel ranks, pipeline stage by stage, ``tp`` of each. ``experts`` gives, by the prefix
+    that the parameters of a layer's experts share, how many experts it has in all and on one rank; a group that lists
+    experts numbers them from 0 on every rank, and lies over the data-parallel ranks that have the same ones, which are
+    neighbours where ``data_before_expert``. ``bf16_optimizer`` says that the optimizer is DeepSpeed's BF16_Optimizer,
+    ``prefix`` what the optimizer files' names begin with. ``param_alignment`` counts elements. ``hyperparameters`` are
+    the names each parameter group has, ``states`` those of the optimizer's tensors; None where nothing tells.
+    ``config``, ``info`` and ``version`` are the DeepSpeed configuration, ``universal_checkpoint_info`` and DeepSpeed
+    version that files of this topology carry, the first two encoded as plain JSON; None leaves what the files' source
+    has.
     """
 
     tp: int
@@ -83,7 +86,8 @@ class CheckpointLayout:
     stage: int
     params: Mapping[str, LayoutParam]
     ranks: tuple[LayoutRank, ...]
-    ep: int = 1
+    experts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    data_before_expert: bool = False
     bf16_optimizer: bool = False
     prefix: str = ""
     param_alignment: int = 1
@@ -95,7 +99,7 @@ class CheckpointLayout:
 
     def __post_init__(self) -> None:
         faults = Faults()
-        for axis in ("tp", "pp", "dp", "ep"):
+        for axis in ("tp", "pp", "dp"):
             if getattr(self, axis) < 1:
                 faults.add(InvalidMapError(f"{axis} is {getattr(self, axis)}; a degree of at least 1 is expected."))
         faults.raise_if_any()
@@ -113,6 +117,7 @@ class CheckpointLayout:
             )
         for mp, rank in enumerate(self.ranks):
             faults.extend(self._rank_faults(mp, rank))
+        faults.extend(self._expert_faults())
         faults.raise_if_any()
 
     def _rank_faults(self, mp: int, rank: LayoutRank) -> Iterator[InvalidMapError]:
@@ -139,6 +144,47 @@ class CheckpointLayout:
         if self.stage == 3 and (foreign or held != [len(group) for group in rank.groups]):
             yield InvalidMapError(f"model-parallel rank {mp}: its sub-groups do not add up to its parameter groups.")
 
+    def _expert_faults(self) -> Iterator[InvalidMapError | UnsupportedLayoutError]:
+        for prefix, (count, local) in self.experts.items():
+            if local < 1 or count % local:
+                yield InvalidMapError(
+                    f"expert layer {prefix!r} has {count} experts, {local} on each rank.", param=prefix
+                )
+            elif self.dp % (count // local):
+                yield UnsupportedLayoutError(
+                    f"expert layer {prefix!r} lies over {count // local} expert-parallel ranks, and {self.dp} "
+                    "data-parallel ranks are no multiple of them. Choose another degree.",
+                    param=prefix,
+                )
+        if self.experts and self.stage == 3:
+            yield UnsupportedLayoutError("ZeRO-3 with a mixture of experts: DeepSpeed's own layers have ZeRO-1 and 2.")
+
+    @property
+    def ep(self) -> int:
+        """The largest expert-parallel degree of a layer."""
+        return max((count // local for count, local in self.experts.values()), default=1)
+
+    def expert_layer(self, names: Sequence[str]) -> str | None:
+        """The prefix of the layer whose experts a group lists, None for any other group."""
+        return next((prefix for prefix in self.experts for name in names[:1] if name.startswith(prefix)), None)
+
+    def held_by(self, names: Sequence[str], dp: int) -> tuple[tuple[str, ...], int, int]:
+        """What data-parallel rank ``dp`` calls ``names``, counted over all ranks, of a group: with its place among the
+        ranks that the group lies over, and their number."""
+        first = self.expert_layer(names)
+        if first is None:
+            return tuple(names), dp, self.dp
+        degree = self.experts[first][0] // self.experts[first][1]
+        rank, place = divmod(dp, self.dp // degree) if self.data_before_expert else (dp % degree, dp // degree)
+        return tuple(self._global(name, rank) for name in names), place, self.dp // degree
+
+    def _global(self, name: str, rank: int) -> str:
+        for prefix, (_, local) in self.experts.items():
+            number, dot, rest = name.removeprefix(prefix).partition(".")
+            if name.startswith(prefix) and number.isdecimal():
+                return f"{prefix}{rank * local + int(number)}{dot}{rest}"
+        return name
+
     @property
     def mp(self) -> int:
         """How many model-parallel ranks there are."""
@@ -146,8 +192,9 @@ class CheckpointLayout:
 
     def flat_group(self, mp: int, group: int) -> FlatGroup:
         """How a group of a rank lies flat under ZeRO-1, ZeRO-2 or BF16_Optimizer."""
-        numels = tuple(self.params[name].shard_numel(mp % self.tp) for name in self.ranks[mp].groups[group])
-        return FlatGroup(numels, self.dp, self.param_alignment)
+        names = self.ranks[mp].groups[group]
+        numels = tuple(self.params[name].shard_numel(mp % self.tp) for name in names)
+        return FlatGroup(numels, self.held_by(names, 0)[2], self.param_alignment)
 
     def reshaped(
         self, *, dp: int, stage: int, sub_group_size: int, bf16_optimizer: bool, param_alignment: int

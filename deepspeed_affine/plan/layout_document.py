@@ -36,6 +36,8 @@ def layout_document(layout: CheckpointLayout) -> dict[str, Any]:
         "kind": KIND,
         "format": LAYOUT_FORMAT,
         "topology": {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "ep": layout.ep, "zero_stage": layout.stage},
+        "experts": {prefix: list(counts) for prefix, counts in layout.experts.items()},
+        "data_before_expert": layout.data_before_expert,
         "optimizer": {
             "bf16_optimizer": layout.bf16_optimizer,
             "file_prefix": layout.prefix,
@@ -91,13 +93,17 @@ def read_layout_document(document: object, subject: str = "the layout") -> Check
             tp=read.count(topology.get("tp"), "'tp'", least=1),
             pp=read.count(topology.get("pp"), "'pp'", least=1),
             dp=read.count(topology.get("dp"), "'dp'", least=1),
-            ep=read.count(topology.get("ep", 1), "'ep'", least=1),
             stage=read.count(topology.get("zero_stage"), "'zero_stage'"),
             params={
                 name: read.param(entry, name, maps)
                 for name, entry in read.mapping(top.get("params"), "'params'").items()
             },
             ranks=tuple(read.rank(entry) for entry in read.sequence(top.get("ranks"), "'ranks'")),
+            experts={
+                prefix: read.pair(counts, f"'experts' of {prefix!r}")
+                for prefix, counts in read.mapping(top.get("experts", {}), "'experts'").items()
+            },
+            data_before_expert=read.flag(top.get("data_before_expert", False), "'data_before_expert'"),
             bf16_optimizer=read.flag(optimizer.get("bf16_optimizer", False), "'bf16_optimizer'"),
             prefix=read.text(optimizer.get("file_prefix", ""), "'file_prefix'"),
             param_alignment=read.count(optimizer.get("param_alignment", 1), "'param_alignment'", least=1),
@@ -197,11 +203,13 @@ class _Reader:
             names=self.optional(entry.get("names"), self.names),
             groups=tuple(self.names(group) for group in self.sequence(entry.get("groups"), "'groups'")),
             aliases={alias: self.text(name, "an alias") for alias, name in aliases.items()},
-            sub_groups=tuple(self._pair(pair) for pair in self.sequence(entry.get("sub_groups", ()), "'sub_groups'")),
+            sub_groups=tuple(
+                self.pair(pair, "a sub-group") for pair in self.sequence(entry.get("sub_groups", ()), "'sub_groups'")
+            ),
         )
 
-    def _pair(self, value: object) -> tuple[int, int]:
-        pair = self.sequence(value, "a sub-group")
+    def pair(self, value: object, what: str) -> tuple[int, int]:
+        pair = self.sequence(value, what)
         if len(pair) != 2:
-            raise self._wrong("a sub-group", value, "a group and a number of parameters")
-        return self.count(pair[0], "the group of a sub-group"), self.count(pair[1], "the size of a sub-group")
+            raise self._wrong(what, value, "two numbers")
+        return self.count(pair[0], f"the first number of {what}"), self.count(pair[1], f"the second number of {what}")

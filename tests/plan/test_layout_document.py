@@ -42,6 +42,40 @@ def test_a_layout_comes_back_from_its_text():
         assert layout_digest(found) == layout_digest(made)
 
 
+def experts(dp=6, first=False, stage=1):
+    names = [f"moe.{number}.w" for number in range(6)]
+    params = {name: LayoutParam(replicated_map((4,), 1), "float32") for name in ("gate", *names)}
+    rank = LayoutRank(("gate",), (("gate",), ("moe.0.w", "moe.1.w")), {}, ((0, 1), (1, 2)))
+    return CheckpointLayout(
+        tp=1, pp=1, dp=dp, stage=stage, params=params, ranks=(rank,), experts={"moe.": (6, 2)}, data_before_expert=first
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "held"),
+    [
+        (False, [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]),
+        (True, [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]),
+    ],
+)
+def test_experts_are_numbered_and_lie_as_their_ranks_do(first, held):
+    made = experts(first=first)
+    assert read_layout_document(json.loads(json.dumps(layout_document(made)))) == made
+    assert made.ep == 3
+    for dp, (rank, place) in enumerate(held):
+        names = (f"moe.{2 * rank}.w", f"moe.{2 * rank + 1}.w")
+        assert made.held_by(made.ranks[0].groups[1], dp) == (names, place, 2)
+        assert made.held_by(made.ranks[0].groups[0], dp) == (("gate",), dp, 6)
+    assert (made.flat_group(0, 0).dp, made.flat_group(0, 1).dp) == (6, 2)
+
+
+def test_experts_that_cannot_lie_so_are_refused():
+    with pytest.raises(UnsupportedLayoutError, match="3 expert-parallel ranks, and 4 data-parallel"):
+        experts(dp=4)
+    with pytest.raises(UnsupportedLayoutError, match="ZeRO-3 with a mixture of experts"):
+        experts(stage=3)
+
+
 def test_equal_maps_are_stored_once_and_every_difference_changes_the_digest():
     assert len(layout_document(layout())["maps"]) == 3
     others = [layout(dp=4), layout(prefix="bf16_"), layout(states=None), layout(version="0.19.7"), layout(info={})]

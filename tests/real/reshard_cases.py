@@ -77,6 +77,7 @@ def _model_parallel() -> list[Pair]:
     tied = Case("tied_tp2", model="llama", tp=2, model_options=TIED)
     hand = Case("hand_tp2", model="hand_tp", tp=2)
     pipe = Case("pipe_pp2", model="pipe", pp=2)
+    moe = Case("moe", model="moe", ep=2)
     return [
         Pair("tp2_to_dp2", two, replace(two, world=4)),
         Pair("tp2_to_tp4", two, four, like=True, stock=True, quick=True),
@@ -86,6 +87,9 @@ def _model_parallel() -> list[Pair]:
         Pair("tp2_zero3_to_tp4", replace(two, stage=3), replace(four, stage=3), like=True),
         Pair("tied_to_tp1", tied, replace(tied, tp=1, world=2), like=True),
         Pair("hand_to_tp4", hand, replace(hand, tp=4, world=4), like=True),
+        Pair("moe_to_dp4", moe, replace(moe, world=4, stage=2)),
+        Pair("moe_to_ep4", moe, replace(moe, ep=4, world=4), like=True),
+        Pair("moe_to_ep1", moe, replace(moe, ep=1), like=True),
         Pair("pp2_to_dp2", pipe, replace(pipe, world=4)),
         Pair("pp2_to_pp1", pipe, replace(pipe, pp=1), like=True),
         Pair("pp1_to_pp2", replace(pipe, pp=1), pipe, described=True),
