@@ -287,7 +287,7 @@ class Offered:
     def buffer(self, name: str) -> TensorRef | None:
         """A buffer as the module had it; below ``zero`` it is in float32, which not every number is."""
         found = (self.model.module or {}).get(name)
-        return found if isinstance(found, TensorRef) else self.whole(name)
+        return found if isinstance(found, TensorRef) and found.numel else self.whole(name)
 
     def whole(self, name: str) -> TensorRef | None:
         """A tensor kept whole under that name, in whichever file."""
