@@ -6,10 +6,11 @@ stored them and multiplied by that of the rank that holds them now, each rounded
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from deepspeed_affine.execute.gather import PieceReader, Words, piece_view, word_of
+from deepspeed_affine.execute.shards import wanted_pieces
 from deepspeed_affine.execute.typed import as_tensor, convert_dtype
 from deepspeed_affine.ir import AffinePiece, ParamAffineMap, meet, overlapping
 from deepspeed_affine.plan.conversion import SourceStorage, TensorFile
@@ -45,7 +46,7 @@ class PlannedPart:
         self.task = task
         self.storages = storages
         self.numel = numel
-        wanted = list(_wanted(layout.pieces_by_rank[rank], start, numel, task.numel))
+        wanted = list(_written(wanted_pieces(layout.pieces_by_rank[rank], start, numel), task.numel))
         touching = overlapping([_hull(piece) for piece in wanted], [_hull(piece) for piece in task.pieces])
         self.parts = [pair for i, j in touching for pair in meet(task.pieces[j], wanted[i])]
         self.covered = sum(piece.numel for piece in wanted)
@@ -108,46 +109,23 @@ class PlannedPart:
             convert_dtype(words, kind, name, out)
 
     def _unscaled(self, words: Words, kind: str, scale: float) -> Words:
-        wanted = self.task.dtype
-        tensor = as_tensor(words, kind).to(dtype=as_kind(wanted), copy=True).div_(scale)
-        word, per = word_of(item_size(wanted))
-        shape = tuple(tensor.shape) if per == 1 else (*tensor.shape, per)
         import torch
 
+        tensor = as_tensor(words, kind).to(dtype=getattr(torch, self.task.dtype), copy=True).div_(scale)
+        word, per = word_of(item_size(self.task.dtype))
+        shape = tuple(tensor.shape) if per == 1 else (*tensor.shape, per)
         found: Words = tensor.contiguous().view(-1).view(torch.uint8).numpy().view(word).reshape(shape)
         return found
 
 
-def as_kind(dtype: str) -> torch.dtype:
-    """torch's dtype of that name."""
-    import torch
-
-    found: torch.dtype = getattr(torch, dtype)
-    return found
-
-
-def _wanted(layout: Sequence[AffinePiece], start: int, numel: int, written: int) -> Iterator[AffinePiece]:
-    """What of the first ``written`` elements of F lies in an interval of a flattened shard, and where in the interval
-    it goes; the shard's scale."""
-    window = AffinePiece((numel,), start, (1,), 0, (1,), (0,))
-    real = AffinePiece((written,), 0, (1,), 0, (1,), (0,))
-    for piece in layout:
-        if not piece.numel or piece.dest_end <= start or start + numel <= piece.dest_offset:
-            continue
-        for held, placed in meet(piece, window, on=("dest", "source")):
-            found = AffinePiece(
-                held.shape,
-                held.source_offset,
-                held.source_strides,
-                placed.dest_offset,
-                placed.dest_strides,
-                (0,),
-                piece.scale,
-            )
-            if found.source_end <= written:
-                yield found
-            elif found.source_offset < written:
-                yield from (part for part, _ in meet(found, real))
+def _written(pieces: Iterable[AffinePiece], numel: int) -> Iterator[AffinePiece]:
+    """What of the pieces lies in the first ``numel`` elements of F."""
+    real = AffinePiece((numel,), 0, (1,), 0, (1,), (0,))
+    for piece in pieces:
+        if piece.source_end <= numel:
+            yield piece
+        elif piece.source_offset < numel:
+            yield from (part for part, _ in meet(piece, real))
 
 
 def _blocks(source: AffinePiece, target: AffinePiece) -> Iterator[tuple[AffinePiece, AffinePiece]]:

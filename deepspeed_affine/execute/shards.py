@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from deepspeed_affine.execute.compare import stored_storage
@@ -17,7 +17,7 @@ from deepspeed_affine.storage.refs import TensorRef
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ShardPart", "shard_parts"]
+__all__ = ["ShardPart", "shard_parts", "wanted_pieces"]
 
 
 class ShardPart:
@@ -99,16 +99,30 @@ def shard_parts(
 
     ``layout`` leads from F to the shard, ``storage`` from F to where F is stored.
     """
+    return [
+        (source, target, target.scale)
+        for wanted in wanted_pieces(layout, start, numel)
+        for where in storage
+        for source, target in meet(where, wanted)
+    ]
+
+
+def wanted_pieces(layout: Sequence[AffinePiece], start: int, numel: int) -> Iterator[AffinePiece]:
+    """What of F lies in an interval of a flattened shard, and where in the interval it goes, with the shard's scale.
+
+    ``layout`` leads from F to the shard.
+    """
     window = AffinePiece((numel,), start, (1,), 0, (1,), (0,))
-    found = []
     for piece in layout:
         if not piece.numel or piece.dest_end <= start or start + numel <= piece.dest_offset:
             continue
         for held, placed in meet(piece, window, on=("dest", "source")):
-            # What of F it is, and where it goes: the two sides that are still of use.
-            wanted = AffinePiece(
-                held.shape, held.source_offset, held.source_strides, placed.dest_offset, placed.dest_strides, (0,)
+            yield AffinePiece(
+                held.shape,
+                held.source_offset,
+                held.source_strides,
+                placed.dest_offset,
+                placed.dest_strides,
+                (0,),
+                piece.scale,
             )
-            for where in storage:
-                found += [(source, target, piece.scale) for source, target in meet(where, wanted)]
-    return found
