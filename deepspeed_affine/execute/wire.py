@@ -65,8 +65,13 @@ class Wire:
         """Where what all exchange lies."""
         if self.size == 1 or any(name in self.backend for name in IN_MEMORY):
             return torch.device("cpu")
-        found = torch.accelerator.current_accelerator() or torch.device("cpu")
-        return torch.device(found.type, torch.accelerator.current_device_index()) if found.type != "cpu" else found
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        # Older versions of torch know no other.
+        found = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+        if found is None:
+            return torch.device("cpu")
+        return torch.device(found.type, torch.accelerator.current_device_index())
 
     def gather(self, data: bytes) -> list[bytes]:
         """Everybody's bytes, in order of ranks. Who comes late is waited for as the group's own timeout says."""
