@@ -15,14 +15,14 @@ from typing import Any, Literal
 import torch
 
 from deepspeed_affine.errors import Faults, PolicyError
+from deepspeed_affine.execute.live_schedule import Turn, schedule_of
 from deepspeed_affine.execute.live_sides import ONE, Sides, agreed
 from deepspeed_affine.execute.memory import as_words, strided_view, times, word_view
 from deepspeed_affine.execute.wire import Pending, Wire
 from deepspeed_affine.ir import Region
 from deepspeed_affine.ir.ints import row_major_strides, shown
-from deepspeed_affine.plan.messages import LEAST_BYTES, Message, cut, is_run, messages, segments_by_pair
+from deepspeed_affine.plan.messages import LEAST_BYTES, Message, cut, is_run
 from deepspeed_affine.plan.model import ModelPlan
-from deepspeed_affine.plan.rounds import rounds
 from deepspeed_affine.plan.segments import TransferSegment
 from deepspeed_affine.plan.transfer_plan import TransferPlan
 
@@ -124,21 +124,10 @@ def _check_options(staging: Any, timeout: Any, power: Any, scaled_states: Any, f
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
-    """What this process does in one round, by its number."""
-
-    number: int
-    sent: Message | None = None
-    target: int = -1
-    received: Message | None = None
-    source: int = -1
-
-
-@dataclass(frozen=True, slots=True)
 class _Flying:
     """A turn under way, and where what is received lands."""
 
-    turn: _Turn
+    turn: Turn
     landing: torch.Tensor | None
     pending: Pending
 
@@ -154,25 +143,21 @@ class _Moving:
         self.sides = sides
         self.power = power
         self.progress = progress
-        scaled = {each.scale for one in plan.plans.values() for each in one.segments} - {1.0} if power else set()
-        for scale in sorted(scaled):
+        scales = sides.needs.scales if power else ()
+        for scale in scales:
             # What cannot be multiplied is refused here, by all.
             times(torch.empty(0), Fraction(scale) ** power)
-        self.scratch = staging // 4 if scaled else 0
+        self.scratch = staging // 4 if scales else 0
         self.limit = (staging - self.scratch) // 4
+        self.schedule = schedule_of(plan, wire.rank, sides.itemsizes, self.limit)
         self.staging = _Staging(sides.device)
-        self.done = self.total = 0
+        self.done = 0
         self.sent = self.received = self.copied = 0
 
     def run(self) -> TransferReport:
         wire, rank = self.wire, self.wire.rank
-        pairs = segments_by_pair(self.plan)
-        turns, last = self._turns(pairs)
-        local = pairs.get((rank, rank), [])
-        self.total = sum([each.numel * self.sides.itemsizes[name] for name, each in local])
-        for turn in turns.values():
-            self.total += sum([each.payload for each in (turn.sent, turn.received) if each is not None])
-        for name, segment in local:
+        turns, last = self.schedule.turns, self.schedule.rounds
+        for name, segment in self.schedule.local:
             self._copy(name, segment)
         for first in range(0, last, WINDOW_ROUNDS):
             stop = min(first + WINDOW_ROUNDS, last)
@@ -193,36 +178,7 @@ class _Moving:
             unfilled,
         )
 
-    def _turns(
-        self, pairs: Mapping[tuple[int, int], list[tuple[str, TransferSegment]]]
-    ) -> tuple[dict[int, _Turn], int]:
-        """This process's rounds, in order, and how many there are for all. Messages of others are only counted."""
-        rank, counts, own = self.wire.rank, {}, {}
-        for pair, segments in pairs.items():
-            if pair[0] == pair[1]:
-                continue
-            made = messages(segments, self.sides.itemsizes, self.limit)
-            if rank in pair:
-                own[pair] = list(made)
-                counts[pair] = len(own[pair])
-            else:
-                counts[pair] = sum(1 for _ in made)
-        when = rounds(counts)
-        sends: dict[int, tuple[Message, int]] = {}
-        receives: dict[int, tuple[Message, int]] = {}
-        for (sender, receiver), listed in own.items():
-            for number, message in zip(when[sender, receiver], listed, strict=True):
-                if sender == rank:
-                    sends[number] = (message, receiver)
-                else:
-                    receives[number] = (message, sender)
-        turns = {
-            number: _Turn(number, *sends.get(number, (None, -1)), *receives.get(number, (None, -1)))
-            for number in sorted({*sends, *receives})
-        }
-        return turns, 1 + max([numbers[-1] for numbers in when.values()], default=-1)
-
-    def _window(self, turns: Sequence[_Turn], last: int) -> None:
+    def _window(self, turns: Sequence[Turn], last: int) -> None:
         """Take these turns, one after another."""
         flying: _Flying | None = None
         for at, turn in enumerate(turns):
@@ -319,7 +275,7 @@ class _Moving:
     def _advance(self, nbytes: int) -> None:
         self.done += nbytes
         if self.progress is not None and nbytes:
-            self.progress(self.done, self.total)
+            self.progress(self.done, self.schedule.total)
 
 
 class _Staging:

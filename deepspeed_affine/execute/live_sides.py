@@ -15,12 +15,11 @@ import torch
 
 from deepspeed_affine import errors
 from deepspeed_affine.errors import AffineError, Faults, IntegrityError, PolicyError, UnsupportedLayoutError
+from deepspeed_affine.execute.live_schedule import Needs, needs_of
 from deepspeed_affine.execute.memory import dense
 from deepspeed_affine.execute.wire import Wire
 from deepspeed_affine.ir.ints import shown
-from deepspeed_affine.plan.messages import segments_by_pair
 from deepspeed_affine.plan.model import ModelPlan
-from deepspeed_affine.plan.transfer_plan import TransferPlan
 
 __all__ = ["ONE", "Sides", "agreed", "faults_of_all"]
 
@@ -39,6 +38,7 @@ class Sides:
     target: Mapping[str, torch.Tensor]
     itemsizes: Mapping[str, int]
     device: torch.device
+    needs: Needs
 
 
 def agreed(
@@ -50,81 +50,46 @@ def agreed(
     them found a fault, or where their plans or ``options`` differ.
     """
     sides: dict[str, dict[str, torch.Tensor]] = {"source": {}, "target": {}}
-    digest = ""
+    needs = Needs("", {}, {}, frozenset(), (), -1)
     try:
-        digest = plan.plan_id() if plan.itemsizes.keys() == plan.plans.keys() else plan.plans[ONE].plan_id()
-        reach = _reach(plan, wire)
-        if reach.error is not None:
-            faults.add(reach.error)
+        needs = needs_of(plan, wire.rank, lambda: _digest(plan))
+        faults.extend(_misnumbered(plan, needs, wire))
         for what, given in (("source", source), ("target", target)):
-            found, wrong = _side(what, given, reach.of(what), plan, wire.rank)
+            found, wrong = _side(what, given, needs, plan, wire.rank)
             sides[what] = found
             faults.extend(wrong)
         faults.extend(_of_one_dtype(sides, plan))
-        faults.extend(_of_one_kind(sides, reach, wire, options))
+        faults.extend(_of_one_kind(sides, needs, wire, options))
     except Exception as error:
         # The others wait for what this process has to say.
         faults.add(AffineError(f"{type(error).__name__}: {error}"))
     device = next((flat.device for held in sides.values() for flat in held.values()), torch.device("cpu"))
-    rows = [json.loads(row) for row in wire.gather(_told(sides, plan, options, digest, faults, device).encode())]
+    rows = [json.loads(row) for row in wire.gather(_told(sides, plan, options, needs.digest, faults, device).encode())]
     dtypes = _judged(rows, sorted(plan.plans))
     itemsizes = {**plan.itemsizes, **{name: _dtype(text).itemsize for name, text in dtypes.items()}}
-    return Sides(sides["source"], sides["target"], itemsizes, device)
+    return Sides(sides["source"], sides["target"], itemsizes, device, needs)
 
 
-@dataclass(frozen=True, slots=True)
-class _Reach:
-    """By parameter how many elements of this process's shards the plan reaches on either side, and which are scaled."""
-
-    source: Mapping[str, int]
-    target: Mapping[str, int]
-    scaled: frozenset[str]
-    error: AffineError | None
-
-    def of(self, what: str) -> Mapping[str, int]:
-        return self.source if what == "source" else self.target
+def _digest(plan: ModelPlan) -> str:
+    """What tells two plans apart; the plan of one parameter may say no width."""
+    return plan.plan_id() if plan.itemsizes.keys() == plan.plans.keys() else plan.plans[ONE].plan_id()
 
 
-def _reach(plan: ModelPlan, wire: Wire) -> _Reach:
-    source: dict[str, int] = {}
-    target: dict[str, int] = {}
-    scaled = set()
-    beyond: set[int] = set()
-    for (sender, receiver), rows in segments_by_pair(plan).items():
-        beyond.update({sender, receiver} - set(range(wire.size)))
-        for name, segment in rows:
-            if sender == wire.rank:
-                last = segment.source_offset + _span(segment.shape, segment.source_strides)
-                source[name] = max(source.get(name, 0), last)
-            if receiver == wire.rank:
-                last = segment.target_offset + _span(segment.shape, segment.target_strides)
-                target[name] = max(target.get(name, 0), last)
-            if segment.scale != 1.0:
-                scaled.add(name)
-    for name, each in plan.plans.items():
-        for region in each.unfilled.get(wire.rank, ()):
-            target[name] = max(target.get(name, 0), region.offset + _span(region.shape, region.strides))
-    error: AffineError | None = None
+def _misnumbered(plan: ModelPlan, needs: Needs, wire: Wire) -> Iterator[AffineError]:
     if not plan.same_ranks:
-        error = PolicyError(
+        yield PolicyError(
             "The plan numbers the processes of its two sides apart (same_ranks is false), and a transfer is between "
             "processes of one group; plan with same_ranks=True and placements in ranks of that group."
         )
-    elif beyond:
-        error = PolicyError(
-            f"The plan names process {min(beyond)}, but the group has {wire.size}; expected ranks of the group. Give "
+    elif needs.last >= wire.size:
+        yield PolicyError(
+            f"The plan names process {needs.last}, but the group has {wire.size}; expected ranks of the group. Give "
             "the placements that were planned in ranks of this group."
         )
-    return _Reach(source, target, frozenset(scaled), error)
-
-
-def _span(shape: Iterable[int], strides: Iterable[int]) -> int:
-    """How many elements from its offset on a block reaches."""
-    return 1 + sum([(extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)])
 
 
 def _side(
-    what: str, given: Any, reach: Mapping[str, int], plan: ModelPlan, rank: int
+    what: str, given: Any, needs: Needs, plan: ModelPlan, rank: int
 ) -> tuple[dict[str, torch.Tensor], list[AffineError]]:
     """The flat shards of this side that the plan names, and what is wrong with it."""
     if isinstance(given, torch.Tensor) and list(plan.plans) == [ONE]:
@@ -135,7 +100,7 @@ def _side(
         return {}, [PolicyError(f"{what} is {shown(given)}; expected a mapping from parameter name to shard.")]
     found: dict[str, torch.Tensor] = {}
     wrong: list[AffineError] = []
-    for name, numel in reach.items():
+    for name, numel in (needs.source if what == "source" else needs.target).items():
         shard = given.get(name)
         where = f"{what} shard of {name!r}" if name != ONE else f"{what} shard"
         if shard is None:
@@ -150,7 +115,7 @@ def _side(
             continue
         fault = _unusable(shard, where, what == "target")
         if fault is None:
-            fault = _unfit(shard.numel(), where, numel if what == "source" else None, plan.plans[name], rank)
+            fault = _unfit(shard.numel(), where, numel, what)
         if fault is not None:
             wrong.append(fault)
         else:
@@ -158,21 +123,15 @@ def _side(
     return found, wrong
 
 
-def _unfit(numel: int, where: str, reach: int | None, plan: TransferPlan, rank: int) -> AffineError | None:
-    """Why a shard of ``numel`` elements is not what the plan is for.
-
-    Of a target shard every element is in one segment or is unfilled, so the plan knows how many there are. Of a source
-    shard it knows only how far it is read (``reach``).
-    """
-    if reach is not None:
-        if numel >= reach:
-            return None
-        return IntegrityError(f"{where}: has {numel} elements; the plan reads {reach}. Give the shard it was made for.")
-    expected = sum([each.numel for each in plan.segments if each.target_rank == rank])
-    expected += sum([each.numel for each in plan.unfilled.get(rank, ())])
-    if numel == expected:
+def _unfit(numel: int, where: str, needed: int, what: str) -> AffineError | None:
+    """Why a shard of ``numel`` elements is not what the plan is for; of a source it knows only how far it is read."""
+    if what == "source":
+        fits, verb = numel >= needed, "reads"
+    else:
+        fits, verb = numel == needed, "is for"
+    if fits:
         return None
-    return IntegrityError(f"{where}: has {numel} elements; the plan is for {expected}. Give the shard it was made for.")
+    return IntegrityError(f"{where}: has {numel} elements; the plan {verb} {needed}. Give the shard it was made for.")
 
 
 def _unusable(shard: Any, where: str, written: bool) -> AffineError | None:
@@ -198,7 +157,7 @@ def _unusable(shard: Any, where: str, written: bool) -> AffineError | None:
 
 
 def _of_one_kind(
-    sides: Mapping[str, Mapping[str, torch.Tensor]], reach: _Reach, wire: Wire, options: Mapping[str, str | int]
+    sides: Mapping[str, Mapping[str, torch.Tensor]], needs: Needs, wire: Wire, options: Mapping[str, str | int]
 ) -> Iterator[AffineError]:
     """Faults of this process's own shards among each other."""
     flats = [(what, name, flat) for what, held in sides.items() for name, flat in held.items()]
@@ -210,7 +169,7 @@ def _of_one_kind(
             f"The shards lie on {devices[0]}, and gloo moves tensors in memory. Pass a group with the device's own "
             "backend, nccl for GPUs."
         )
-    for name in sorted(reach.scaled & ({name for _, name, _ in flats})):
+    for name in sorted(needs.scaled & ({name for _, name, _ in flats})):
         flat = sides["target"].get(name, sides["source"].get(name))
         if flat is None:
             continue

@@ -1,10 +1,12 @@
 """Live transfers: what each process holds afterwards, what it took, and how all of them end when one does not go on."""
 
+import gc
 import json
 import os
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import live_transfers
@@ -205,6 +207,23 @@ def test_scaled_states_are_refused_unless_asked_for():
     extreme = alone(replicated_map((4,), 1, 2.0**-1000), replicated_map((4,), 1, 2.0))
     with pytest.raises(UnsupportedLayoutError, match="moderate"):
         transfer({"w": torch.ones(4)}, {"w": torch.ones(4)}, extreme, scale_power=2, scaled_states="power")
+
+
+def test_a_plan_serves_again_and_again_and_nothing_keeps_it():
+    source, target = block_gather_map((12, 5), {0: [3, 0, 2, 1]}, 3, 0), replicated_map((12, 5), 1)
+    plan = alone(source, target)
+    for seed in range(3):
+        full, filled_in = filled((12, 5), torch.float32, seed), torch.zeros(12, 5)
+        transfer({"w": source.extract(full, 0)}, {"w": filled_in}, plan)
+        assert torch.equal(filled_in, full)
+    # Another width of element, by the same segments.
+    wide = torch.zeros(12, 5, dtype=torch.float64)
+    with pytest.raises(IntegrityError, match="elements of 4 bytes"):
+        transfer({"w": wide.clone()}, {"w": wide}, plan)
+    gone = weakref.ref(plan)
+    del plan
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_plan_of_one_parameter_has_no_name():
