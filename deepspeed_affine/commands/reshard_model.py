@@ -19,7 +19,6 @@ from deepspeed_affine.plan.checkpoint_layout import CheckpointLayout, LayoutPara
 from deepspeed_affine.plan.conversion import ObjectFile, TensorFile
 from deepspeed_affine.plan.partition import reserved_numel
 from deepspeed_affine.plan.reshard import Placed, flat_tensor
-from deepspeed_affine.storage.checkpoint_file import load_checkpoint_file
 from deepspeed_affine.storage.dtypes import item_size
 from deepspeed_affine.storage.plain_values import decode_value
 from deepspeed_affine.storage.pt_writer import NewTensor, PtLayout
@@ -51,14 +50,14 @@ class FileBuilder:
         self.filled.append((tensor, task))
         return tensor
 
-    def copy(self, stored: TensorRef, storage: int) -> NewTensor:
+    def copy(self, stored: TensorRef, storage: int, state: str) -> NewTensor:
         """A stored number in a storage of its own; ``storage`` is the index of the one it lies in.
 
         Groups that shared one would count its steps together.
         """
         tensor = NewTensor(stored.dtype, stored.shape, stored.requires_grad)
         piece = AffinePiece((1,), 0, (1,), stored.offset, (1,), (storage,))
-        task = flat_tensor(self.path, "", stored.dtype, item_size(stored.dtype), 1, ())
+        task = flat_tensor(self.path, state, stored.dtype, item_size(stored.dtype), 1, ())
         self.filled.append((tensor, replace(task, pieces=(piece,))))
         return tensor
 
@@ -84,8 +83,7 @@ class _ModelFile:
         name = f"mp_rank_{mp:02d}_model_states.pt"
         self.file = FileBuilder(f"zero_pp_rank_{dp}_{name}" if target.stage == 3 else name)
         self.origin = source.model_file(mp if same_cut else 0, dp)
-        # Read anew: what is put together here shares nothing with other plans.
-        self.old: Mapping[str, Any] = load_checkpoint_file(self.origin.path).root
+        self.old = source.root(self.origin.path)
         self.made: dict[str, Any] = {}
 
     def build(self) -> ObjectFile:
@@ -148,9 +146,7 @@ class _ModelFile:
         return self.file.new(param.dtype, param.shard_shape(self.tp), self._parts(name, 0, param.shard_numel(self.tp)))
 
     def _parts(self, name: str, start: int, numel: int) -> list[Placed]:
-        stored = self.source.stored(name)
-        shard = self.target.params[name].layout.pieces_by_rank[self.tp]
-        return [Placed(shard, stored.pieces, start, numel, 0)]
+        return [Placed(self.source.shard(self.target, name, FP32, self.tp), start, numel, 0)]
 
     def _fragments(self) -> OrderedDict[str, Any]:
         found: OrderedDict[str, Any] = OrderedDict()

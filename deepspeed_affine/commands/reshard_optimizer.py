@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from deepspeed_affine.commands.layout_of import DS_CONFIG
@@ -11,13 +11,11 @@ from deepspeed_affine.commands.reshard_model import FileBuilder, config_of, put_
 from deepspeed_affine.commands.reshard_source import ReshardSource
 from deepspeed_affine.errors import UnsupportedLayoutError
 from deepspeed_affine.execute.model_file import UC_INFO
-from deepspeed_affine.ir import SCALE_POWER_BY_STATE
 from deepspeed_affine.lowering.states import FP32, MUON_STATE
 from deepspeed_affine.plan.checkpoint_layout import CheckpointLayout
 from deepspeed_affine.plan.conversion import ObjectFile
 from deepspeed_affine.plan.partition import Run, zero3_runs
 from deepspeed_affine.plan.reshard import Placed
-from deepspeed_affine.storage.checkpoint_file import load_checkpoint_file
 from deepspeed_affine.storage.refs import Global, StandIn, TensorRef, new_instance
 
 __all__ = ["optimizer_files"]
@@ -46,8 +44,7 @@ class _OptimizerFile:
         self.file = FileBuilder(f"{target.prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt")
         folder = source.checkpoint.folder
         path = folder.find("zero_optim", dp=0, mp=mp if same_cut else 0).path
-        # Read anew: what is put together here shares nothing with other plans.
-        self.old: Mapping[str, Any] = load_checkpoint_file(path).root
+        self.old = source.root(path)
 
     def build(self) -> ObjectFile:
         root = dict(self.old)
@@ -179,7 +176,7 @@ class _OptimizerFile:
             if state in states.values:
                 value = states.values[state]
                 is_stored = isinstance(value, TensorRef)
-                found[state] = self.file.copy(value, self.source.storage(value)) if is_stored else value
+                found[state] = self.file.copy(value, self.source.storage(value), state) if is_stored else value
                 continue
             stored = self.source.stored(names[0], state)
             held, length = self._whole(runs) if self._is_whole(state, group) else (runs, numel)
@@ -204,10 +201,7 @@ class _OptimizerFile:
         return found, offset
 
     def _placed(self, name: str, state: str, run: Run) -> Placed:
-        stored = self.source.stored(name, state)
-        shard = self.target.params[name].layout.pieces_by_rank[self.tp]
-        power = SCALE_POWER_BY_STATE.get(state, 1)
-        return Placed(shard, () if stored.zero else stored.pieces, run.start, run.numel, run.offset, power)
+        return Placed(self.source.shard(self.target, name, state, self.tp), run.start, run.numel, run.offset)
 
 
 def _stage(stage: int) -> StandIn:

@@ -12,13 +12,14 @@ from deepspeed_affine.execute.agreement import partition_numbers
 from deepspeed_affine.execute.checkpoint import Checkpoint
 from deepspeed_affine.execute.model_file import ModelFile
 from deepspeed_affine.execute.tensor_files import ConversionOptions, TensorFiles, source_storage
-from deepspeed_affine.ir import AffinePiece
+from deepspeed_affine.ir import SCALE_POWER_BY_STATE, AffinePiece
+from deepspeed_affine.lowering.reading import as_mapping
 from deepspeed_affine.lowering.state_table import ShardKey
 from deepspeed_affine.lowering.states import FP32
 from deepspeed_affine.lowering.zero import Fragment, fragment_pieces, zero3_interval
 from deepspeed_affine.plan.checkpoint_layout import CheckpointLayout
 from deepspeed_affine.plan.conversion import ConversionPlan, ShardPieces, SourceStorage, plan_sources
-from deepspeed_affine.plan.reshard import without_padding
+from deepspeed_affine.plan.reshard import StoredShard, without_padding
 from deepspeed_affine.storage.checkpoint_file import load_checkpoint_file
 from deepspeed_affine.storage.refs import TensorRef
 
@@ -73,6 +74,9 @@ class ReshardSource:
         self._tasks = {(task.param, task.state): task for task in plan.tensors}
         self._padded = padded
         self._storages = list(plan.storages)
+        self._places = {storage: at for at, storage in enumerate(self._storages)}
+        self._roots: dict[str, Mapping[str, Any]] = {}
+        self._shards: dict[tuple[str, str, int], StoredShard] = {}
         self._found: dict[tuple[str, str], Stored | None] = {}
         self._numbers = TensorFiles(options, checkpoint.pp_degree)
         self._leaving = partition_numbers(checkpoint, self._numbers)
@@ -105,6 +109,16 @@ class ReshardSource:
                 param=name,
             )
         return found
+
+    def shard(self, target: CheckpointLayout, name: str, state: str, tp: int) -> StoredShard:
+        """Where the state of that rank's shard of the target lies; ``target`` is the same every time."""
+        key = (name, state, tp)
+        if key not in self._shards:
+            stored = self.stored(name, state)
+            power = SCALE_POWER_BY_STATE.get(state, 1)
+            held = target.params[name].layout.pieces_by_rank[tp]
+            self._shards[key] = StoredShard(held, () if stored.zero else stored.pieces, power)
+        return self._shards[key]
 
     def reset(self, name: str, state: str) -> None:
         """After this the state counts as zeros."""
@@ -188,13 +202,20 @@ class ReshardSource:
     def storage(self, tensor: TensorRef) -> int:
         """The index of the storage the tensor lies in."""
         storage = source_storage(tensor.storage)
-        if storage not in self._storages:
+        at = self._places.setdefault(storage, len(self._storages))
+        if at == len(self._storages):
             self._storages.append(storage)
-        return self._storages.index(storage)
+        return at
+
+    def root(self, path: str) -> Mapping[str, Any]:
+        """What the file at ``path`` holds, read once; nobody changes it."""
+        if path not in self._roots:
+            self._roots[path] = as_mapping(load_checkpoint_file(path).root, "what it holds", path)
+        return self._roots[path]
 
     def extra_states(self, path: str) -> Mapping[str, Any]:
         """The module's entries that are no tensors, nor stand for one."""
-        module = load_checkpoint_file(path).root.get("module") or {}
+        module = self.root(path).get("module") or {}
         return {
             name: value
             for name, value in module.items()
