@@ -206,10 +206,11 @@ def columns_to_rows() -> Move:
     return one(on(columns, each(0, 1), 4), on(rows, each(1, 0), 4), members=(0, 1))
 
 
-def rows_to_columns() -> Move:
-    """So that every block is taken apart where it arrives."""
-    columns, rows = split(WIDE, (6400, 6400), 1), split(WIDE, (1024, 1024))
-    return one(on(rows, each(0, 1), 4), on(columns, each(1, 0), 4), members=(0, 1))
+def columns_to_other_columns() -> Move:
+    """So that every block is packed, and taken apart where it arrives."""
+    columns = split(WIDE, (6400, 6400), 1)
+    others = block_gather_map(WIDE, {0: [0, 2], 1: [1, 3]}, 3200, 1)
+    return one(on(columns, each(0, 1), 4), on(others, each(0, 1), 4), members=(0, 1))
 
 
 def scaled_and_large() -> Move:
@@ -221,7 +222,7 @@ def scaled_and_large() -> Move:
 
 
 LARGE: dict[str, Callable[[], Move]] = {
-    make.__name__: make for make in (columns_to_rows, rows_to_columns, scaled_and_large)
+    make.__name__: make for make in (columns_to_rows, columns_to_other_columns, scaled_and_large)
 }
 
 FAULTS = {
