@@ -89,7 +89,7 @@ def transfer(
     seconds: a process that ended or hangs is a JobError on the others, whose targets are then partly written.
     ``progress`` is called with the bytes this process has moved and will have moved in all.
     """
-    wire = Wire(group, timeout)
+    wire = Wire(group, timeout if _is_timeout(timeout) else TIMEOUT_SECONDS)
     faults = Faults()
     whole = _as_model(plan, faults)
     _check_options(staging_bytes, timeout, scale_power, scaled_states, faults)
@@ -112,10 +112,14 @@ def _as_model(plan: Any, faults: Faults) -> ModelPlan:
     return ModelPlan({}, {})
 
 
+def _is_timeout(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 < value < 1e9
+
+
 def _check_options(staging: Any, timeout: Any, power: Any, scaled_states: Any, faults: Faults) -> None:
     if type(staging) is not int or staging < LEAST_STAGING_BYTES:
         faults.add(PolicyError(f"staging_bytes is {shown(staging)}; expected {LEAST_STAGING_BYTES} or more."))
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
+    if not _is_timeout(timeout):
         faults.add(PolicyError(f"timeout is {shown(timeout)}; expected a positive number of seconds."))
     if type(power) is not int:
         faults.add(PolicyError(f"scale_power is {shown(power)}; expected an integer."))

@@ -77,18 +77,19 @@ class Wire:
         """Everybody's bytes, in order of ranks. Who comes late is waited for as the group's own timeout says."""
         if self.size == 1:
             return [data]
-        lengths = self._gathered(torch.tensor([len(data)], dtype=torch.int64))
+        lengths = self._gathered(torch.tensor([len(data)], dtype=torch.int64), None)
         sizes = [int(length.item()) for length in lengths]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        rows = self._gathered(padded)
+        # By now all are there.
+        rows = self._gathered(padded, self.timeout)
         return [bytes(row.cpu().numpy())[:size] for row, size in zip(rows, sizes, strict=True)]
 
-    def _gathered(self, own: torch.Tensor) -> list[torch.Tensor]:
+    def _gathered(self, own: torch.Tensor, seconds: float | None) -> list[torch.Tensor]:
         ours = own.to(self.device)
         rows = [torch.empty_like(ours) for _ in range(self.size)]
         started = self._started(lambda: [dist.all_gather(rows, ours, group=self._group, async_op=True)], [OTHERS])
-        self._wait(started, None)
+        self._wait(started, seconds)
         return rows
 
     def confirm(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from deepspeed_affine.errors import AffineError, Faults, IntegrityError, PolicyError, UnsupportedLayoutError
+from deepspeed_affine.execute.live import TIMEOUT_SECONDS
 from deepspeed_affine.execute.live_sides import faults_of_all
 from deepspeed_affine.execute.wire import Wire
 from deepspeed_affine.hooks.given import ENGINE, require_info
@@ -54,7 +55,7 @@ def live_shards(
 
     One error on all processes lists what any of them cannot describe, in what they differ, and parts nobody holds.
     """
-    wire = Wire(group, 1.0)
+    wire = Wire(group, TIMEOUT_SECONDS)
     faults = Faults()
     found: dict[str, _Held] = {}
     try:

@@ -150,6 +150,8 @@ def refused(what: str) -> dict[str, Any]:
         plan = None
     elif what == "bad staging" and rank == 0:
         options = {"staging_bytes": 5}
+    elif what == "bad timeout" and rank == 3:
+        options = {"timeout": "soon"}
     elif what == "two sides" and rank == 3:
         plan = replace(plan, same_ranks=False)
     elif what == "raises" and rank == 2:
@@ -220,19 +222,21 @@ def lost(how: str) -> Callable[[], dict[str, Any]]:
         move = to_last() if idle else all_to_all()
         plan = move.plan()
         source, target = ({"w": shard} for shard in (move.shard("w", move.source, rank), move.blank("w", rank)))
-        count = [0]
+        pids: list[int] = [0] * 3
+        dist.all_gather_object(pids, os.getpid())
+        # Who has nothing to send makes no progress of its own.
+        speaks = 0 if idle else 1
+        count = 0
 
         def progress(done: int, total: int) -> None:
-            count[0] += 1
-            if rank == 1 and not idle and (done == total if "last" in how else count[0] == 5):
-                os.kill(os.getpid(), number)
+            nonlocal count
+            count += 1
+            if rank == speaks and (done == total if "last" in how else count == 5):
+                os.kill(pids[1], number)
 
-        if idle and rank == 1:
-            threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
         began = time.monotonic()
         try:
-            slow = (lambda done, total: time.sleep(0.02)) if idle else progress
-            transfer(source, target, plan, staging_bytes=SMALL, timeout=LOST_SECONDS, progress=slow)
+            transfer(source, target, plan, staging_bytes=SMALL, timeout=LOST_SECONDS, progress=progress)
         except AffineError as error:
             return {"kind": type(error).__name__, "text": str(error), "seconds": time.monotonic() - began}
         return {"kind": None}

@@ -238,6 +238,7 @@ FAULTS = {
     "shared memory": r"rank 0: parameter 'w': its .* share memory",
     "no plan": r"rank 1: The plan is None",
     "bad staging": r"rank 0: staging_bytes is 5",
+    "bad timeout": r"rank 3: timeout is 'soon'",
     "two sides": r"rank 3: The plan numbers the processes of its two sides apart",
     "raises": r"rank 2: ZeroDivisionError: on purpose",
 }
