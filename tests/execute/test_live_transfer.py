@@ -32,7 +32,7 @@ def ended(tmp_path_factory):
     root = tmp_path_factory.mktemp("live")
     variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, str(RANKS), str(root)]
-    run = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600)
+    run = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads((root / "results.json").read_text(encoding="utf-8"))
     assert None not in found["moved"], run.stderr[-3000:]

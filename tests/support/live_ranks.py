@@ -42,7 +42,7 @@ from deepspeed_affine.execute.live import transfer
 from deepspeed_affine.ir import replicated_map
 
 SMALL = 32 << 10
-LOST_SECONDS, JOB_SECONDS = 2.0, 120.0
+LOST_SECONDS, JOB_SECONDS = 2.0, 400.0
 
 
 def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
