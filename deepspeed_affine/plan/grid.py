@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from deepspeed_affine.errors import PolicyError
-from deepspeed_affine.ir import AffinePiece, ParamAffineMap, compose_maps, replicated_map
+from deepspeed_affine.ir import AffinePiece, ParamAffineMap, replicated_map
 from deepspeed_affine.ir.ints import row_major_strides
 from deepspeed_affine.plan.model import Placement
-from deepspeed_affine.plan.partition import FlatGroup, reserved_numel
+from deepspeed_affine.plan.partition import FlatGroup, over_storages, reserved_numel
 
 __all__ = ["Tensor", "Topology", "state_placements", "weight_placements"]
 
@@ -199,12 +199,6 @@ def _spans_of_a_flat_group(tensors: Iterable[Tensor], topology: Topology) -> dic
 @lru_cache(maxsize=4096)
 def _over_data_parallel(layout: ParamAffineMap, spans: Spans, dp: int) -> ParamAffineMap:
     """The map whose location ``tp * dp + d`` is what data-parallel copy ``d`` of rank ``tp`` keeps."""
-    inner = {}
-    for tp, cuts in enumerate(spans):
-        shapes = {tp * dp + copy: (stop - start,) for copy, start, stop in cuts}
-        pieces = {
-            tp * dp + copy: [AffinePiece((stop - start,), start, (1,), 0, (1,), [tp * dp + copy])]
-            for copy, start, stop in cuts
-        }
-        inner[tp] = ParamAffineMap(layout.shard_shapes[tp], shapes, pieces)
-    return compose_maps(layout, inner)
+    return over_storages(
+        layout, {tp: [(tp * dp + copy, start, stop) for copy, start, stop in cuts] for tp, cuts in enumerate(spans)}
+    )

@@ -6,12 +6,22 @@ The other way round, from what a file records to a map, is ``lowering.zero``'s. 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from deepspeed_affine.errors import InvalidMapError
+from deepspeed_affine.ir import AffinePiece, ParamAffineMap, compose_maps
 
-__all__ = ["ALIGNMENT", "FlatGroup", "Run", "aligned_elements", "reserved_numel", "sub_group_counts", "zero3_runs"]
+__all__ = [
+    "ALIGNMENT",
+    "FlatGroup",
+    "Run",
+    "aligned_elements",
+    "over_storages",
+    "reserved_numel",
+    "sub_group_counts",
+    "zero3_runs",
+]
 
 WIDEST_ALIGNMENT = 16
 """Bytes to which ``parameter_alignment`` rounds the place of a parameter."""
@@ -130,3 +140,20 @@ def sub_group_counts(numels: Sequence[int], dp: int, size: int) -> tuple[int, ..
             counts.append(count)
             held = count = 0
     return (*counts, count) if count or not counts else tuple(counts)
+
+
+def over_storages(outer: ParamAffineMap, intervals: Mapping[int, Sequence[tuple[int, int, int]]]) -> ParamAffineMap:
+    """The map from F to what holds intervals of the flattened shards of ``outer``.
+
+    ``intervals[rank]`` lists ``(location, start, stop)``: elements ``[start, stop)`` of that rank's shard are all that
+    the location holds, from its first address on.
+    """
+    inner = {}
+    for rank in outer.ranks:
+        shapes = {location: (stop - start,) for location, start, stop in intervals[rank]}
+        pieces = {
+            location: [AffinePiece((stop - start,), start, (1,), 0, (1,), [location])]
+            for location, start, stop in intervals[rank]
+        }
+        inner[rank] = ParamAffineMap(outer.shard_shapes[rank], shapes, pieces)
+    return compose_maps(outer, inner)

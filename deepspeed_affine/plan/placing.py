@@ -10,10 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from deepspeed_affine.ir import AffinePiece, ParamAffineMap, compose_maps
+from deepspeed_affine.ir import ParamAffineMap
 from deepspeed_affine.plan.checkpoint_layout import CheckpointLayout
 from deepspeed_affine.plan.model import Placement
-from deepspeed_affine.plan.partition import reserved_numel
+from deepspeed_affine.plan.partition import over_storages, reserved_numel
 
 __all__ = ["Content", "checkpoint_placements"]
 
@@ -81,13 +81,7 @@ def _parts(layout: CheckpointLayout) -> Iterator[tuple[str, Part]]:
 
 def _cut(layout: CheckpointLayout, name: str, parts: list[Part]) -> ParamAffineMap:
     """The map whose locations are processes, each holding one interval of a flattened shard."""
-    outer = layout.params[name].layout
-    inner = {}
-    for tp in outer.ranks:
-        mine = [(process, start, stop) for at, process, start, stop in parts if at == tp]
-        inner[tp] = ParamAffineMap(
-            outer.shard_shapes[tp],
-            {process: (stop - start,) for process, start, stop in mine},
-            {process: [AffinePiece((stop - start,), start, (1,), 0, (1,), [process])] for process, start, stop in mine},
-        )
-    return compose_maps(outer, inner)
+    intervals: dict[int, list[tuple[int, int, int]]] = {tp: [] for tp in layout.params[name].layout.ranks}
+    for tp, process, start, stop in parts:
+        intervals[tp].append((process, start, stop))
+    return over_storages(layout.params[name].layout, intervals)
