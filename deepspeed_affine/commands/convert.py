@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -12,11 +11,12 @@ from typing import Any
 from deepspeed_affine.commands.arguments import positive
 from deepspeed_affine.commands.existing import complete_output, preview, settle_target
 from deepspeed_affine.commands.identity import conversion_identity
-from deepspeed_affine.commands.job import RANK_TIMEOUT, agree, in_job, job_of, plan_digest, seconds, shared_output
+from deepspeed_affine.commands.job import agree, in_job, job_of, plan_digest, shared_output
 from deepspeed_affine.commands.policies import averaged, settle_drift, settle_identical
 from deepspeed_affine.commands.summary import Summary, headline, print_complete, print_summary, summarise
 from deepspeed_affine.commands.text import complain, say
 from deepspeed_affine.commands.writing import space_needed, write_output
+from deepspeed_affine.commands.writing_options import add_choices, add_safety
 from deepspeed_affine.errors import PolicyError
 from deepspeed_affine.execute.checkpoint import read_checkpoint
 from deepspeed_affine.execute.conversion import ConversionOptions, build_plan
@@ -73,36 +73,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what to do where ranks that must agree do not: refuse, take their average, take the first "
         "rank's (default: %(default)s)",
     )
-    ours.add_argument(
-        "--scaled-states",
-        choices=[choice.value for choice in ScaledStates],
-        default=ScaledStates.REFUSE.value,
-        help="what to do with optimizer states of parameters that ranks hold scaled (default: %(default)s)",
-    )
-    ours.add_argument(
-        "--identical-shards",
-        choices=[choice.value for choice in IdenticalShards],
-        default=IdenticalShards.REFUSE.value,
-        help="what to do with a parameter said to be split whose shards are byte-identical on all ranks "
-        "(default: %(default)s)",
-    )
+    add_choices(ours)
     ours.add_argument(
         "--overwrite", action="store_true", help="replace an existing universal checkpoint, at the very end"
     )
     ours.add_argument(
         "--no-resume", action="store_true", help="start over, do not reuse what an interrupted run has finished"
     )
-    ours.add_argument("--no-source-crc", action="store_true", help="do not check source storages against their CRC")
-    ours.add_argument("--no-fsync", action="store_true", help="do not wait until the output is on the disk")
-    ours.add_argument(
-        "--rank-timeout",
-        type=seconds,
-        default=os.environ.get(RANK_TIMEOUT, "60"),
-        metavar="SECONDS",
-        help="started by torchrun, how long another process may give no sign of life before it counts as lost "
-        f"(default: {RANK_TIMEOUT} in the environment, else 60)",
-    )
-    ours.add_argument("--json", action="store_true", help="print the plan or the result as JSON")
+    add_safety(ours)
     ours.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any
 from deepspeed_affine.commands.arguments import positive
 from deepspeed_affine.commands.existing import complete_output, preview, settle_target
 from deepspeed_affine.commands.identity import conversion_identity
-from deepspeed_affine.commands.job import RANK_TIMEOUT, agree, in_job, plan_digest, seconds, shared_output
+from deepspeed_affine.commands.job import agree, in_job, plan_digest, shared_output
 from deepspeed_affine.commands.layout_file import read_layout
 from deepspeed_affine.commands.layout_of import layout_of
 from deepspeed_affine.commands.policies import settle_drift, settle_identical
@@ -28,6 +27,7 @@ from deepspeed_affine.commands.reshard_source import ReshardSource
 from deepspeed_affine.commands.summary import print_complete
 from deepspeed_affine.commands.text import complain, counted, say, size
 from deepspeed_affine.commands.writing import space_needed, write_output
+from deepspeed_affine.commands.writing_options import add_choices, add_safety
 from deepspeed_affine.errors import PolicyError, UnsupportedLayoutError
 from deepspeed_affine.execute.bounds import memory_bound
 from deepspeed_affine.execute.checkpoint import Checkpoint, read_checkpoint
@@ -82,19 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=OnDrift.ERROR.value,
         help="what to do where ranks that must agree do not: refuse, or take the first rank's (default: %(default)s)",
     )
-    policy.add_argument(
-        "--scaled-states",
-        choices=[choice.value for choice in ScaledStates],
-        default=ScaledStates.REFUSE.value,
-        help="what to do with optimizer states of parameters that ranks hold scaled (default: %(default)s)",
-    )
-    policy.add_argument(
-        "--identical-shards",
-        choices=[choice.value for choice in IdenticalShards],
-        default=IdenticalShards.REFUSE.value,
-        help="what to do with a parameter said to be split whose shards are byte-identical on all ranks "
-        "(default: %(default)s)",
-    )
+    add_choices(policy)
     how = parser.add_argument_group("how")
     how.add_argument("--workers", type=positive, default=4, help="threads (default: %(default)s)")
     how.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
@@ -107,16 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--keep_temp_folder", action="store_true", help="keep the private folder of an unsuccessful run in any case"
     )
-    how.add_argument("--no-source-crc", action="store_true", help="do not check source storages against their CRC")
-    how.add_argument("--no-fsync", action="store_true", help="do not wait until the output is on the disk")
-    how.add_argument(
-        "--rank-timeout",
-        type=seconds,
-        default=os.environ.get(RANK_TIMEOUT, "60"),
-        metavar="SECONDS",
-        help="started by torchrun, how long another process may give no sign of life before it counts as lost",
-    )
-    how.add_argument("--json", action="store_true", help="print the plan or the result as JSON")
+    add_safety(how)
 
 
 def run(args: argparse.Namespace) -> int:
