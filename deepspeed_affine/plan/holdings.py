@@ -47,11 +47,14 @@ class Need:
 
 
 class Holdings:
-    """The classes of one map, with the copies of their lowest holders indexed by where they lie in F."""
+    """The classes of one map, with the copies of their lowest holders indexed by where they lie in F.
+
+    ``held`` is the number of elements of F the map is known to hold, None where it is not known.
+    """
 
     __slots__ = ("boxes", "classes", "first", "shape")
 
-    def __init__(self, layout: ParamAffineMap) -> None:
+    def __init__(self, layout: ParamAffineMap, held: int | None = None) -> None:
         found: dict[tuple[frozenset[int], float], dict[int, list[Lattice]]] = defaultdict(lambda: defaultdict(list))
         for rank, piece in layout.pieces():
             if piece.numel:
@@ -59,23 +62,21 @@ class Holdings:
         self.shape = layout.logical_shape
         self.classes = [
             HoldingClass(tuple(sorted(holders)), scale, copies)
-            for (holders, scale), copies in zip(found, _without_repeats(layout, list(found.values())), strict=True)
+            for (holders, scale), copies in zip(found, _without_repeats(list(found.values()), held), strict=True)
         ]
         self.first = [(each, x) for each in self.classes for x in each.copies[each.holders[0]]]
         self.boxes: list[Box] = [bounding_box(x, self.shape) for _, x in self.first]
 
 
-def _without_repeats(
-    layout: ParamAffineMap, classes: Sequence[dict[int, list[Lattice]]]
-) -> list[dict[int, list[Lattice]]]:
+def _without_repeats(classes: Sequence[dict[int, list[Lattice]]], held: int | None) -> list[dict[int, list[Lattice]]]:
     """The copies, with each element once where a rank holds one at two addresses of its shard.
 
     All copies of a class have the same elements, so the shortest is as long as the class unless every holder repeats
-    some; lengths that add up to the parameter show that none does.
+    some; lengths that add up to what is held show that none does, and so does a copy that is one lattice.
     """
-    sizes = [min([_total(copy) for copy in copies.values()]) for copies in classes]
-    if sum(sizes) != layout.numel:
-        shortest = [min(copies.values(), key=_total) for copies in classes]
+    shortest = [min(copies.values(), key=_total) for copies in classes]
+    sizes = [_total(copy) for copy in shortest]
+    if sum(sizes) != held:
         sizes = [_total(distinct(copy)) for copy in shortest]
     return [
         {rank: copy if _total(copy) == size else _once(copy) for rank, copy in copies.items()}

@@ -20,10 +20,11 @@ from deepspeed_affine.ir import ParamAffineMap, Region
 from deepspeed_affine.ir.ints import as_integer, shown
 from deepspeed_affine.ir.lattice import Budget, Lattice
 from deepspeed_affine.plan.balance import SMALL_BYTES, Demand, Shares, assign, heaviest, lower_bound
+from deepspeed_affine.plan.collector import collector_paused
 from deepspeed_affine.plan.holdings import Holdings, Need, needs
 from deepspeed_affine.plan.replicas import Policy, copied, divided
 from deepspeed_affine.plan.segments import TransferSegment
-from deepspeed_affine.plan.transfer import PlanBudget, check_supply, folded, restricted
+from deepspeed_affine.plan.transfer import PlanBudget, check_supply, folded, restricted, restricted_numel
 from deepspeed_affine.plan.transfer_plan import TransferPlan
 
 __all__ = ["FORMAT", "Balance", "ModelPlan", "Placement", "plan_model"]
@@ -189,6 +190,7 @@ class _Geometry:
         return self.segments[key]
 
 
+@collector_paused()
 def plan_model(
     target: Mapping[str, Placement],
     source: Mapping[str, Placement],
@@ -262,7 +264,7 @@ def _geometry(
     target.validate(partial=partial)
     source.validate(partial=True, whole_parameter=not partial)
     ours, theirs = restricted(target, source, rows)
-    held = Holdings(theirs)
+    held = Holdings(theirs, None if partial else restricted_numel(source, rows))
     found = needs(ours, held, ours.ranks, Budget(f"Planning {param}", budget.max_pair_checks))
     wanted = {rank: sum([piece.numel for piece in ours.pieces_by_rank[rank]]) for rank in ours.ranks}
     check_supply(ours, found, wanted)

@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from deepspeed_affine.errors import BudgetExceededError, InvalidMapError, PolicyError
 from deepspeed_affine.ir import ParamAffineMap
 from deepspeed_affine.ir.canonical import fold_pairs
-from deepspeed_affine.ir.ints import as_integer, coordinates, shown
+from deepspeed_affine.ir.ints import as_integer, coordinates, product, shown
 from deepspeed_affine.ir.lattice import Budget, Lattice, proper, subtract
+from deepspeed_affine.plan.collector import collector_paused
 from deepspeed_affine.plan.holdings import Holdings, Need, needs
 from deepspeed_affine.plan.replicas import Copies, Policy, ReplicaSelector, chosen, selected
 from deepspeed_affine.plan.segments import TransferSegment
 from deepspeed_affine.plan.transfer_plan import PlanStatistics, TransferPlan
 
-__all__ = ["PlanBudget", "check_supply", "folded", "plan_transfer", "restricted"]
+__all__ = ["PlanBudget", "check_supply", "folded", "plan_transfer", "restricted", "restricted_numel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class PlanBudget:
     max_plan_bytes: int = 1 << 28
 
 
+@collector_paused()
 def plan_transfer(
     target_map: ParamAffineMap,
     source_map: ParamAffineMap,
@@ -74,7 +76,7 @@ def plan_transfer(
     target, source = restricted(target_map, source_map, valid_rows)
     ranks = _planned_ranks(target, target_ranks)
     pairs = Budget("Planning a transfer", budget.max_pair_checks)
-    held = Holdings(source)
+    held = Holdings(source, None if partial else restricted_numel(source_map, valid_rows))
     found = needs(target, held, ranks, pairs)
     wanted = {rank: sum([piece.numel for piece in target.pieces_by_rank[rank]]) for rank in ranks}
     check_supply(target, found, wanted)
@@ -139,6 +141,11 @@ def restricted(
             "differ in their first axis only, with at least so many rows each."
         )
     return target.restrict_rows(0, rows), source.restrict_rows(0, rows)
+
+
+def restricted_numel(layout: ParamAffineMap, valid_rows: int | None) -> int:
+    """How many elements of F are in the first ``valid_rows`` rows, or in all."""
+    return layout.numel if valid_rows is None else valid_rows * product(layout.logical_shape[1:])
 
 
 def _planned_ranks(target: ParamAffineMap, target_ranks: Iterable[int] | None) -> tuple[int, ...]:

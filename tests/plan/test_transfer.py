@@ -20,6 +20,7 @@ from deepspeed_affine.ir import (
     contiguous_split_map,
     replicated_map,
 )
+from deepspeed_affine.plan.model import Placement, plan_model
 from deepspeed_affine.plan.segments import TransferSegment
 from deepspeed_affine.plan.transfer import PlanBudget, plan_transfer
 from deepspeed_affine.plan.transfer_plan import TransferPlan
@@ -28,13 +29,13 @@ SEEDS = st.integers(0, 2**32)
 POLICIES = ("lowest", "balanced")
 
 
-def worlds(seed, count):
+def worlds(seed, count, *, whole=True):
     """``count`` valid maps of one parameter, cut in unrelated ways, and a source of chance for the test itself."""
     rng = random.Random(seed)
-    first = random_map(rng)
+    first = random_map(rng, whole=whole)
     found = [first]
     while len(found) < count:
-        other = random_map(rng)
+        other = random_map(rng, whole=whole)
         if other.logical_shape == first.logical_shape:
             found.append(other)
     return rng, found
@@ -303,6 +304,35 @@ def test_partial_targets_on_request():
     with pytest.raises(InvalidMapError, match=r"needs 8 elements, of which the source holds 4.*\(4, 0\)") as caught:
         plan_transfer(target, half, partial=True)
     assert caught.value.rank == 0
+
+
+def test_an_element_held_twice_does_not_stand_for_one_that_is_missing():
+    def holding(offsets):
+        pieces = [AffinePiece((), offset, (), at, (), [0]) for at, offset in enumerate(offsets)]
+        return ParamAffineMap((3,), {0: (len(offsets),)}, {0: pieces})
+
+    with pytest.raises(InvalidMapError, match=r"needs 3 elements, of which the source holds 2.*\(1,\)"):
+        plan_transfer(replicated_map((3,), 1), holding([0, 0, 2]), partial=True)
+    with pytest.raises(InvalidMapError, match="holds 2"):
+        plan_model(
+            {"w": Placement.own(replicated_map((3,), 1), 4)}, {"w": Placement.own(holding([0, 0, 2]), 4)}, partial=True
+        )
+    # Two rows of three, of which one is held twice.
+    plan = plan_transfer(replicated_map((3,), 1), holding([0, 0, 1, 2]), valid_rows=2)
+    read = [pair for segment in plan.segments for pair in addresses(segment)]
+    assert read in ([(0, 0), (2, 1)], [(1, 0), (2, 1)])
+
+
+@given(SEEDS)
+def test_a_source_that_lacks_elements_is_refused_where_they_are_wanted(seed):
+    _, (source, target) = worlds(seed, 2, whole=False)
+    held, wanted = ({at for _, p in each.pieces() for at in p.source_offsets()} for each in (source, target))
+    if wanted <= held:
+        plan = plan_transfer(target, source, partial=True)
+        assert plan.moved_elements == sum(p.numel for _, p in target.pieces())
+    else:
+        with pytest.raises(InvalidMapError, match="of which the source holds"):
+            plan_transfer(target, source, partial=True)
 
 
 def test_different_parameters_are_refused():
