@@ -82,7 +82,10 @@ class Budget:
 
 def span(digits: Iterable[Digit]) -> int:
     """Distance from the first to the last key."""
-    return sum((extent - 1) * stride for extent, stride, _ in digits)
+    total = 0
+    for extent, stride, _ in digits:
+        total += (extent - 1) * stride
+    return total
 
 
 def iterate(lattice: Lattice) -> Iterator[tuple[int, int]]:
@@ -97,6 +100,8 @@ def iterate(lattice: Lattice) -> Iterator[tuple[int, int]]:
 
 def coalesce(digits: list[Digit]) -> tuple[Digit, ...]:
     """Fuse neighbouring digits that step through one longer run on both sides; the digits come sorted."""
+    if len(digits) < 2:
+        return tuple(digits)
     fused: list[Digit] = []
     for extent, stride, mate in digits:
         if fused:
@@ -114,7 +119,15 @@ def proper(key: int, mate: int, digits: Iterable[Digit], budget: Budget | None =
     An interleaved digit (its stride does not clear the span of those below) is cut into residue classes that do.
     Two of the results share a key only if the input named that key twice.
     """
-    ordered = sorted([digit for digit in digits if digit[0] != 1], key=lambda digit: (digit[1], digit[2]))
+    kept = [digit for digit in digits if digit[0] != 1]
+    reach = 0
+    for extent, stride, _ in reversed(kept):
+        if extent == 0 or stride <= reach:
+            break
+        reach += (extent - 1) * stride
+    else:
+        return [Lattice(key, mate, coalesce(kept))]
+    ordered = sorted(kept, key=lambda digit: (digit[1], digit[2]))
     if any(extent == 0 for extent, _, _ in ordered):
         return []
     reach = 0
@@ -203,6 +216,8 @@ def _intersect(a: Lattice, b: Lattice, budget: Budget) -> list[Meeting]:
                 a.key, a.mate, b.mate, tuple([(n, s, u, w[2]) for (n, s, u), w in zip(a.digits, b.digits, strict=True)])
             )
         ]
+    if a.digits[0][1] == b.digits[0][1]:
+        return _intersect_in_step(a, b, budget)
     if len(a.digits) == 1 and len(b.digits) == 1:
         return _progressions(a, b)
     if a.digits[0][1] < b.digits[0][1]:
@@ -220,6 +235,27 @@ def _intersect(a: Lattice, b: Lattice, budget: Budget) -> list[Meeting]:
         if repeats > 1:
             shift = _period(a, b) * stride
             digit = (repeats, shift, shift // stride * a_step, shift // b_stride * b_step)
+            found = [Meeting(m.key, m.mate_a, m.mate_b, (digit, *m.digits)) for m in found]
+        result += found
+    return result
+
+
+def _intersect_in_step(a: Lattice, b: Lattice, budget: Budget) -> list[Meeting]:
+    """Units of one stride: those of ``a`` face those of ``b`` at one or two fixed distances, each solved once."""
+    ((extent, stride, a_step), *_), ((b_extent, _, b_step), *_) = a.digits, b.digits
+    a_inner, b_inner = a.digits[1:], b.digits[1:]
+    delta = b.key - a.key
+    result: list[Meeting] = []
+    for ahead in range(_ceil(-delta - span(b_inner), stride), (span(a_inner) - delta) // stride + 1):
+        first = max(0, -ahead)
+        count = min(extent, b_extent - ahead) - first
+        if count <= 0:
+            continue
+        unit = Lattice(a.key + first * stride, a.mate + first * a_step, a_inner)
+        facing = Lattice(b.key + (first + ahead) * stride, b.mate + (first + ahead) * b_step, b_inner)
+        found = _intersect(unit, facing, budget)
+        if count > 1:
+            digit = (count, stride, a_step, b_step)
             found = [Meeting(m.key, m.mate_a, m.mate_b, (digit, *m.digits)) for m in found]
         result += found
     return result
