@@ -15,50 +15,32 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from deepspeed_affine.errors import Faults, InvalidMapError
+from deepspeed_affine.errors import InvalidMapError
 from deepspeed_affine.ir import ParamAffineMap, Region
-from deepspeed_affine.ir.ints import as_integer, shown
+from deepspeed_affine.ir.ints import shown
 from deepspeed_affine.ir.lattice import Budget, Lattice
 from deepspeed_affine.plan.balance import SMALL_BYTES, Demand, Shares, assign, heaviest, lower_bound
 from deepspeed_affine.plan.collector import collector_paused
 from deepspeed_affine.plan.holdings import Holdings, Need, needs
-from deepspeed_affine.plan.replicas import Policy, copied, divided
+from deepspeed_affine.plan.placement import Placement, as_itemsize, check_sides
+from deepspeed_affine.plan.replicas import Policy, check_policy, copied, divided, ratio
 from deepspeed_affine.plan.segments import TransferSegment
-from deepspeed_affine.plan.transfer import PlanBudget, check_supply, folded, restricted, restricted_numel
+from deepspeed_affine.plan.transfer import (
+    PlanBudget,
+    check_bytes,
+    check_maps,
+    check_segments,
+    check_supply,
+    folded,
+    restricted,
+    restricted_numel,
+)
 from deepspeed_affine.plan.transfer_plan import TransferPlan
 
 __all__ = ["FORMAT", "Balance", "ModelPlan", "Placement", "plan_model"]
 
 FORMAT = 1
 """Version of a stored plan."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where one parameter lies: its map, the processes that hold each of the map's locations, bytes of an element."""
-
-    layout: ParamAffineMap
-    holders: Mapping[int, tuple[int, ...]]
-    itemsize: int
-
-    def __post_init__(self) -> None:
-        if set(self.holders) != set(self.layout.ranks):
-            raise InvalidMapError(
-                f"The placement names holders of {sorted(self.holders)}, but the map's locations are "
-                f"{list(self.layout.ranks)}; expected one entry each."
-            )
-        seen: set[int] = set()
-        for location, ranks in self.holders.items():
-            if not ranks or len(set(ranks)) != len(ranks) or not seen.isdisjoint(ranks):
-                raise InvalidMapError(
-                    f"Location {location} is held by {list(ranks)}; expected one rank or more, none at two locations."
-                )
-            seen.update(ranks)
-
-    @classmethod
-    def own(cls, layout: ParamAffineMap, itemsize: int) -> Placement:
-        """Every location of the map is one process, of the same number."""
-        return cls(layout, {rank: (rank,) for rank in layout.ranks}, itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,18 +131,23 @@ class ModelPlan:
         """Read what ``to_dict`` wrote, also by way of JSON; anything else, or newer, is an ``InvalidMapError``."""
         if not isinstance(entry, Mapping) or not isinstance(entry.get("params"), Mapping):
             raise InvalidMapError(f"A model's plan is {shown(entry)}; expected a mapping with params.")
-        if entry.get("format") != FORMAT:
+        if type(entry.get("format")) is not int or entry["format"] != FORMAT:
             raise InvalidMapError(
                 f"The plan has format {shown(entry.get('format'))}; this version reads {FORMAT}. Plan again, or use "
                 "the version of deepspeed_affine that wrote it."
             )
+        unknown = set(map(str, entry)) - {"format", "same_ranks", "params"}
+        if unknown:
+            raise InvalidMapError(f"A model's plan has members {sorted(unknown)}, which this version does not know.")
         if not isinstance(entry.get("same_ranks"), bool):
             raise InvalidMapError(f"The plan's same_ranks is {shown(entry.get('same_ranks'))}; expected true or false.")
         plans: dict[str, TransferPlan] = {}
         sizes: dict[str, int] = {}
         for name, row in entry["params"].items():
-            plans[str(name)] = TransferPlan.from_dict(row)
-            sizes[str(name)] = as_integer(row.get("itemsize"), f"The itemsize of {name}")
+            if not isinstance(name, str) or not isinstance(row, Mapping):
+                raise InvalidMapError(f"The plan of {shown(name)} is {shown(row)}; expected a mapping under a name.")
+            plans[name] = TransferPlan.from_dict({key: value for key, value in row.items() if key != "itemsize"})
+            sizes[name] = as_itemsize(row.get("itemsize"), f"The itemsize of {name}")
         return cls(plans, sizes, entry["same_ranks"])
 
     def plan_id(self) -> str:
@@ -185,7 +172,7 @@ class _Geometry:
             copies: dict[tuple[int, int, float], list[Lattice]] = defaultdict(list)
             for number in numbers:
                 need = self.needs[number]
-                copies[source, need.target, need.scale / need.source.scale] += copied(need, source, self.shape)
+                copies[source, need.target, ratio(need)] += copied(need, source, self.shape)
             self.segments[key] = folded(copies)
         return self.segments[key]
 
@@ -207,12 +194,14 @@ def plan_model(
 
     ``hosts`` (process to machine) makes a process of the target's own machine be preferred. ``valid_rows`` has the real
     height of vocabularies whose padding differs. Small regions that one target needs from the same holders are
-    balanced as one. ``bound`` also computes the least possible load of the heaviest sender, by maximum flow. Raises
-    InvalidMapError listing parameters the source lacks, and what ``plan_transfer`` raises. Geometry is cached by pairs
-    of layouts; the rest is near-linear in the regions times their holders.
+    balanced as one. ``bound`` also computes the least possible load of the heaviest sender, by maximum flow.
+    ``limits`` are each parameter's. Raises InvalidMapError listing parameters the source lacks, and what
+    ``plan_transfer`` raises. Geometry is cached by pairs of layouts; the rest is near-linear in the regions times their
+    holders.
     """
     budget = limits or PlanBudget()
-    _check_names(target, source)
+    check_policy(policy)
+    check_sides(target, source)
     known: dict[tuple[ParamAffineMap, ParamAffineMap, int | None], _Geometry] = {}
     geometry: dict[str, _Geometry] = {}
     for name, placement in target.items():
@@ -224,32 +213,11 @@ def plan_model(
     wanted = _wanted(target, source, geometry)
     shares, balance = _shared(wanted, policy, same_ranks, hosts, bound)
     return ModelPlan(
-        _plans(target, geometry, wanted, shares),
+        _plans(target, geometry, wanted, shares, budget),
         {name: placement.itemsize for name, placement in target.items()},
         same_ranks,
         balance,
     )
-
-
-def _check_names(target: Mapping[str, Placement], source: Mapping[str, Placement]) -> None:
-    faults = Faults()
-    for name, placement in target.items():
-        if name not in source:
-            faults.add(
-                InvalidMapError(
-                    f"parameter {name!r}: the source has none of this name; expected one. Are both of one model?",
-                    param=name,
-                )
-            )
-        elif source[name].itemsize != placement.itemsize:
-            faults.add(
-                InvalidMapError(
-                    f"parameter {name!r}: its elements have {source[name].itemsize} bytes in the source and "
-                    f"{placement.itemsize} in the target; expected one width. Convert one side's dtype first.",
-                    param=name,
-                )
-            )
-    faults.raise_if_any()
 
 
 def _geometry(
@@ -261,6 +229,7 @@ def _geometry(
     budget: PlanBudget,
     param: str,
 ) -> _Geometry:
+    check_maps(target, source, budget)
     target.validate(partial=partial)
     source.validate(partial=True, whole_parameter=not partial)
     ours, theirs = restricted(target, source, rows)
@@ -352,6 +321,7 @@ def _plans(
     geometry: Mapping[str, _Geometry],
     wanted: Sequence[_Wanted],
     shares: Sequence[Shares],
+    budget: PlanBudget,
 ) -> dict[str, TransferPlan]:
     whole: dict[str, dict[tuple[int, int, int], list[int]]] = {name: {} for name in target}
     segments: dict[str, list[TransferSegment]] = {name: [] for name in target}
@@ -364,8 +334,7 @@ def _plans(
         need = own.needs[want.number]
         for rank, pieces in divided(need, shared):
             location = want.locations[rank]
-            ratio = need.scale / need.source.scale
-            parts = folded({(rank, want.target, ratio): copied(need, location, own.shape, pieces)})
+            parts = folded({(rank, want.target, ratio(need)): copied(need, location, own.shape, pieces)})
             segments[want.param] += parts
     plans = {}
     for name, placement in target.items():
@@ -373,10 +342,12 @@ def _plans(
         found = segments[name]
         for (ours, theirs, location), numbers in whole[name].items():
             found += [_between(each, theirs, ours) for each in own.between(tuple(numbers), location)]
+        check_segments(name, found, budget)
         found.sort(key=lambda each: (each.target_rank, each.target_offset, each.source_rank, each.source_offset))
         unfilled = {rank: regions for location, regions in own.unfilled.items() for rank in placement.holders[location]}
         moved = sum([each.numel for each in found])
         plans[name] = TransferPlan(tuple(found), placement.layout.logical_shape, moved, dict(sorted(unfilled.items())))
+        check_bytes(name, plans[name], budget)
     return plans
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from deepspeed_affine.errors import PolicyError
+from deepspeed_affine.errors import PolicyError, UnsupportedLayoutError
 from deepspeed_affine.ir.canonical import fold_pairs
 from deepspeed_affine.ir.ints import coordinates, product, row_major_strides, shown
 from deepspeed_affine.ir.lattice import Lattice, Meeting, proper
@@ -20,9 +21,11 @@ __all__ = [
     "ReplicaCandidate",
     "ReplicaSelectionRequest",
     "ReplicaSelector",
+    "check_policy",
     "chosen",
     "copied",
     "divided",
+    "ratio",
     "selected",
 ]
 
@@ -63,16 +66,33 @@ Copies = dict[tuple[int, int, float], list[Lattice]]
 """By source rank, target rank and ratio of scales: lattices from target to source addresses."""
 
 
+def check_policy(policy: object) -> None:
+    if policy not in ("balanced", "lowest"):
+        raise PolicyError(f"The replica policy is {shown(policy)}; expected 'balanced' or 'lowest'.")
+
+
+def ratio(need: Need) -> float:
+    """By what the copies of a need are multiplied; UnsupportedLayoutError where a double cannot hold it."""
+    found = need.scale / need.source.scale
+    if not sys.float_info.min <= abs(found) <= sys.float_info.max:
+        raise UnsupportedLayoutError(
+            f"Target rank {need.target} holds a block times {need.scale} and its source times {need.source.scale}, "
+            "whose ratio a double cannot hold; expected moderate scales.",
+            rank=need.target,
+        )
+    return found
+
+
 def chosen(found: Sequence[Need], shape: tuple[int, ...], policy: Policy, same_ranks: bool, itemsize: int) -> Copies:
     """What is copied when the policy chooses."""
     copies: Copies = defaultdict(list)
     for need, shared in zip(found, _shares(found, policy, same_ranks, itemsize), strict=True):
-        ratio = need.scale / need.source.scale
+        scale = ratio(need)
         if len(shared) == 1:
-            copies[shared[0][0], need.target, ratio] += copied(need, shared[0][0], shape)
+            copies[shared[0][0], need.target, scale] += copied(need, shared[0][0], shape)
         else:
             for sender, pieces in divided(need, shared):
-                copies[sender, need.target, ratio] += copied(need, sender, shape, pieces)
+                copies[sender, need.target, scale] += copied(need, sender, shape, pieces)
     return copies
 
 
@@ -192,10 +212,10 @@ def selected(found: Sequence[Need], shape: tuple[int, ...], selector: ReplicaSel
     """What is copied when the caller's selector chooses: it is asked for every block that is one in all its shards."""
     copies: Copies = defaultdict(list)
     for need in found:
-        ratio = need.scale / need.source.scale
+        scale = ratio(need)
         holders = need.source.holders
         if len(holders) == 1:
-            copies[holders[0], need.target, ratio] += _keyed(need.found)
+            copies[holders[0], need.target, scale] += _keyed(need.found)
             continue
         blocks = [_Block.of(meeting) for meeting in need.found]
         for rank in holders[1:]:
@@ -222,5 +242,5 @@ def selected(found: Sequence[Need], shape: tuple[int, ...], selector: ReplicaSel
                 )
             source = candidates[holders.index(chosen)]
             digits = zip(block.extents, strides, source.source_strides, strict=True)
-            copies[chosen, need.target, ratio] += proper(offset, source.source_offset, digits)
+            copies[chosen, need.target, scale] += proper(offset, source.source_offset, digits)
     return copies

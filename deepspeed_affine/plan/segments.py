@@ -75,6 +75,15 @@ class TransferSegment:
             rank = as_integer(listed[0], f"A segment's {side} rank")
             sides.append((rank, as_integer(listed[1], f"A segment's {side} offset"), strides))
         scale = entry.get("scale", 1.0)
-        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale) or not scale:
+        if not _is_scale(scale):
             raise InvalidMapError(f"A segment's scale is {shown(scale)}; expected a finite number other than zero.")
         return cls(*sides[0], *sides[1], shape, float(scale))
+
+
+def _is_scale(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value) and value != 0
+    except OverflowError:
+        return False

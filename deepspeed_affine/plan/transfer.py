@@ -12,18 +12,29 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from deepspeed_affine.errors import BudgetExceededError, InvalidMapError, PolicyError
+from deepspeed_affine.errors import BudgetExceededError, InvalidMapError
 from deepspeed_affine.ir import ParamAffineMap
 from deepspeed_affine.ir.canonical import fold_pairs
 from deepspeed_affine.ir.ints import as_integer, coordinates, product, shown
 from deepspeed_affine.ir.lattice import Budget, Lattice, proper, subtract
 from deepspeed_affine.plan.collector import collector_paused
 from deepspeed_affine.plan.holdings import Holdings, Need, needs
-from deepspeed_affine.plan.replicas import Copies, Policy, ReplicaSelector, chosen, selected
+from deepspeed_affine.plan.placement import as_itemsize
+from deepspeed_affine.plan.replicas import Copies, Policy, ReplicaSelector, check_policy, chosen, selected
 from deepspeed_affine.plan.segments import TransferSegment
 from deepspeed_affine.plan.transfer_plan import PlanStatistics, TransferPlan
 
-__all__ = ["PlanBudget", "check_supply", "folded", "plan_transfer", "restricted", "restricted_numel"]
+__all__ = [
+    "PlanBudget",
+    "check_bytes",
+    "check_maps",
+    "check_segments",
+    "check_supply",
+    "folded",
+    "plan_transfer",
+    "restricted",
+    "restricted_numel",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +79,9 @@ def plan_transfer(
     selector's wrong answer, BudgetExceededError beyond ``limits``. Near-linear in pieces and segments, whatever size.
     """
     budget = limits or PlanBudget()
-    if policy not in ("balanced", "lowest"):
-        raise PolicyError(f"The replica policy is {shown(policy)}; expected 'balanced' or 'lowest'.")
-    _check_budget(target_map, source_map, budget)
+    check_policy(policy)
+    as_itemsize(itemsize, "The itemsize")
+    check_maps(target_map, source_map, budget)
     target_map.validate(partial=partial)
     source_map.validate(partial=True, whole_parameter=not partial)
     target, source = restricted(target_map, source_map, valid_rows)
@@ -86,30 +97,24 @@ def plan_transfer(
         copies = chosen(found, held.shape, policy, same_ranks, itemsize)
     before = sum([len(each) for each in copies.values()])
     segments = folded(copies)
-    if len(segments) > budget.max_segments:
-        raise BudgetExceededError(
-            f"The plan has {len(segments)} segments, more than max_segments {budget.max_segments}. Raise the limit in "
-            "PlanBudget, or describe the layouts in fewer pieces."
-        )
+    check_segments(None, segments, budget)
     unfilled = {}
     for rank in ranks:
         if wanted[rank] < target.shard_numel(rank):
             unfilled[rank] = tuple(target.gaps(rank))
     plan = TransferPlan(segments, target_map.logical_shape, sum([each.numel for each in segments]), unfilled)
-    nbytes = len(plan.to_json())
-    if nbytes > budget.max_plan_bytes:
-        raise BudgetExceededError(
-            f"The plan takes {nbytes} bytes of JSON, more than max_plan_bytes {budget.max_plan_bytes}. Raise the limit "
-            "in PlanBudget, or plan for fewer target_ranks at a time."
-        )
+    check_bytes(None, plan, budget)
     target_pieces = sum([len(target.pieces_by_rank[rank]) for rank in ranks])
-    statistics = PlanStatistics(len(held.first), target_pieces, pairs.used, before, len(segments), nbytes)
+    statistics = PlanStatistics(len(held.first), target_pieces, pairs.used, before, len(segments), len(plan.to_json()))
     object.__setattr__(plan, "statistics", statistics)
     return plan
 
 
-def _check_budget(target: ParamAffineMap, source: ParamAffineMap, budget: PlanBudget) -> None:
+def check_maps(target: ParamAffineMap, source: ParamAffineMap, budget: PlanBudget) -> None:
+    """Both are maps, within the limits; InvalidMapError or BudgetExceededError otherwise."""
     for side, layout in (("source", source), ("target", target)):
+        if not isinstance(layout, ParamAffineMap):
+            raise InvalidMapError(f"The {side} map is {shown(layout)}; expected a ParamAffineMap.")
         axes = len(layout.logical_shape)
         pieces = sum([len(row) for row in layout.pieces_by_rank.values()])
         for what, count, limit in (("axes", axes, "max_ndim"), ("pieces", pieces, "max_pieces_per_map")):
@@ -118,6 +123,38 @@ def _check_budget(target: ParamAffineMap, source: ParamAffineMap, budget: PlanBu
                     f"The {side} map has {count} {what}, more than {limit} {getattr(budget, limit)}. Raise the limit "
                     "in PlanBudget, or describe the layout in fewer pieces."
                 )
+
+
+def check_segments(param: str | None, segments: Sequence[TransferSegment], budget: PlanBudget) -> None:
+    """The plan of ``param`` (None where it has no name) has no more segments than it may."""
+    if len(segments) > budget.max_segments:
+        raise BudgetExceededError(
+            f"{_plan_of(param)} has {len(segments)} segments, more than max_segments {budget.max_segments}. Raise the "
+            "limit in PlanBudget, or describe the layouts in fewer pieces.",
+            param=param,
+        )
+
+
+def check_bytes(param: str | None, plan: TransferPlan, budget: PlanBudget) -> None:
+    """The plan takes no more bytes of JSON than it may; they are counted where they might be too many."""
+    numbers = 4 + 3 * max([len(each.shape) for each in plan.segments], default=0)
+    regions = sum([1 + 2 * len(each.shape) for rows in plan.unfilled.values() for each in rows])
+    at_most = len(plan.segments) * (96 + 20 * numbers) + 32 * (
+        regions + len(plan.unfilled) + len(plan.logical_shape) + 2
+    )
+    if at_most <= budget.max_plan_bytes:
+        return
+    nbytes = len(plan.to_json())
+    if nbytes > budget.max_plan_bytes:
+        raise BudgetExceededError(
+            f"{_plan_of(param)} takes {nbytes} bytes of JSON, more than max_plan_bytes {budget.max_plan_bytes}. Raise "
+            "the limit in PlanBudget, or plan for fewer target_ranks at a time.",
+            param=param,
+        )
+
+
+def _plan_of(param: str | None) -> str:
+    return "The plan" if param is None else f"parameter {param!r}: its plan"
 
 
 def restricted(

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed_affine.errors import InvalidMapError
 from deepspeed_affine.ir import Region
-from deepspeed_affine.ir.ints import as_extents, as_integer, shown
+from deepspeed_affine.ir.fingerprint import PRIME, Fingerprint
+from deepspeed_affine.ir.ints import INT64_MAX, as_extents, as_integer, shown
 from deepspeed_affine.plan.segments import TransferSegment
 
-__all__ = ["PlanStatistics", "TransferPlan"]
+__all__ = ["PlanStatistics", "TransferPlan", "misfilled"]
+
+RANK = re.compile(r"0|[1-9][0-9]{0,18}")
+"""A rank as JSON has it for a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +69,31 @@ class TransferPlan:
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> TransferPlan:
-        """Read what ``to_dict`` wrote, also by way of JSON; anything else is an ``InvalidMapError``."""
+        """Read what ``to_dict`` wrote, also by way of JSON; anything else is an ``InvalidMapError``.
+
+        Proved with it: each address of a target rank up to the last is in exactly one segment, or unfilled.
+        """
         if not isinstance(entry, Mapping) or not isinstance(entry.get("segments"), (list, tuple)):
             raise InvalidMapError(f"A transfer plan is {shown(entry)}; expected a mapping with a list of segments.")
+        unknown = set(map(str, entry)) - {"logical_shape", "segments", "unfilled"}
+        if unknown:
+            raise InvalidMapError(f"A transfer plan has members {sorted(unknown)}, which this version does not know.")
         segments = tuple([TransferSegment.from_dict(each) for each in entry["segments"]])
         shape = as_extents(entry.get("logical_shape"), "A plan's logical shape")
         unfilled = entry.get("unfilled", {})
         if not isinstance(unfilled, Mapping):
             raise InvalidMapError(f"A plan's unfilled addresses are {shown(unfilled)}; expected a mapping from rank.")
-        gaps = {_rank_key(rank): tuple(_regions(rows)) for rank, rows in unfilled.items()}
+        gaps: dict[int, tuple[Region, ...]] = {}
+        for rank, rows in unfilled.items():
+            if gaps.setdefault(_rank_key(rank), found := tuple(_regions(rows))) is not found:
+                raise InvalidMapError(f"A plan's unfilled addresses name rank {shown(rank)} twice; expected it once.")
+        wrong = misfilled(segments, gaps)
+        if wrong is not None:
+            raise InvalidMapError(
+                f"A plan's segments for target rank {wrong} overlap, or leave out addresses below the last; expected "
+                "each in one segment, or unfilled. The plan is damaged: plan again.",
+                rank=wrong,
+            )
         return cls(segments, shape, sum([each.numel for each in segments]), gaps)
 
     def to_json(self) -> bytes:
@@ -83,8 +105,28 @@ class TransferPlan:
         return hashlib.sha256(self.to_json()).hexdigest()
 
 
+def misfilled(segments: Iterable[TransferSegment], unfilled: Mapping[int, Iterable[Region]]) -> int | None:
+    """The first target rank of whose addresses ``0`` to ``n - 1`` some are filled twice or neither filled nor unfilled.
+
+    ``n`` is how many elements the rank's segments and regions have. Linear in both, whatever their sizes.
+    """
+    values, numels = defaultdict[int, int](int), defaultdict[int, int](int)
+    at = Fingerprint()
+    for segment in segments:
+        values[segment.target_rank] += at.block(segment.target_offset, segment.shape, segment.target_strides)
+        numels[segment.target_rank] += segment.numel
+    for rank, regions in unfilled.items():
+        for region in regions:
+            values[rank] += at.block(region.offset, region.shape, region.strides)
+            numels[rank] += region.numel
+    for rank in sorted(values):
+        if numels[rank] > INT64_MAX or (values[rank] - at.progression(numels[rank], 1)) % PRIME:
+            return rank
+    return None
+
+
 def _rank_key(rank: object) -> int:
-    return as_integer(int(rank) if isinstance(rank, str) and rank.isdecimal() else rank, "A rank")
+    return as_integer(int(rank) if isinstance(rank, str) and RANK.fullmatch(rank) else rank, "A rank")
 
 
 def _regions(rows: object) -> Iterable[Region]:

@@ -156,8 +156,26 @@ def test_a_plan_is_data_and_deterministic():
     assert read.plan_id() == plan.plan_id()
 
 
+def weight_plan(itemsize):
+    layout = replicated_map((4,), 2)
+    return {**plan_transfer(layout, layout).to_dict(), "itemsize": itemsize}
+
+
 @pytest.mark.parametrize(
-    "change", [{"format": 2}, {"format": None}, {"params": []}, {"same_ranks": 1}, {"params": {"w": {"segments": []}}}]
+    "change",
+    [
+        {"format": 2},
+        {"format": None},
+        {"format": True},
+        {"params": []},
+        {"params": {"w": None}},
+        {"params": {"w": {"segments": []}}},
+        {"params": {3: weight_plan(4)}},
+        {"params": {"w": weight_plan(0)}},
+        {"params": {"w": weight_plan(None)}},
+        {"same_ranks": 1},
+        {"policy": "lowest"},
+    ],
 )
 def test_a_damaged_plan_is_refused(change):
     places = weight_placements(MODEL[:1], Topology(2), 4)
@@ -195,9 +213,20 @@ def test_what_does_not_fit_together_is_refused():
     with pytest.raises(InvalidMapError, match="2 bytes in the source"):
         plan_model(places, weight_placements(MODEL, Topology(2), 2))
     layout = replicated_map((4,), 2)
-    for holders in ({0: (0,)}, {0: (0,), 1: ()}, {0: (0,), 1: (0,)}, {0: (0, 0), 1: (1,)}):
+    for holders in (
+        *({0: (0,)}, {0: (0,), 1: ()}, {0: (0,), 1: (0,)}, {0: (0, 0), 1: (1,)}),
+        *({0: (-1,), 1: (1,)}, {0: (True,), 1: (0,)}, {0: ("0",), 1: (1,)}, {0: 0, 1: 1}, None),
+    ):
         with pytest.raises(InvalidMapError):
             Placement(layout, holders, 4)
+    for itemsize in (0, -1, None, 2.0):
+        with pytest.raises(InvalidMapError, match="itemsize"):
+            Placement.own(layout, itemsize)
+    for sides in (({"w": layout}, places), (places, [layout]), ({3: Placement.own(layout, 4)}, places)):
+        with pytest.raises(InvalidMapError, match="parameter name to Placement"):
+            plan_model(*sides)
+    with pytest.raises(PolicyError, match="policy"):
+        plan_model(places, places, policy="fastest")
 
 
 @pytest.mark.parametrize("text", ["", "tp", "tp0", "tp2,tp4", "zero4", "tp8;pp2", "ep2", "tp-1", "tp1234567"])

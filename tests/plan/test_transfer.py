@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ir_worlds import random_map, recut
 
-from deepspeed_affine.errors import BudgetExceededError, InvalidMapError, PolicyError
+from deepspeed_affine.errors import BudgetExceededError, InvalidMapError, PolicyError, UnsupportedLayoutError
 from deepspeed_affine.execute.transfer import run_plan
 from deepspeed_affine.ir import (
     AffinePiece,
@@ -353,6 +353,26 @@ def test_a_wrong_selector_or_policy_is_the_callers_fault(answer):
         plan_transfer(replicated_map((4,), 1), replicated_map((4,), 2), policy="fastest")
 
 
+def test_a_ratio_of_scales_that_is_nothing_or_endless_is_refused():
+    for ours, theirs in ((1e-300, 1e300), (1e300, 1e-300), (1e-308, 2.0)):
+        target, source = replicated_map((4,), 1, ours), replicated_map((4,), 2, theirs)
+        with pytest.raises(UnsupportedLayoutError, match="ratio"):
+            plan_transfer(target, source)
+        with pytest.raises(UnsupportedLayoutError, match="ratio"):
+            plan_transfer(target, source, replica_selector=lambda request: 1)
+        with pytest.raises(UnsupportedLayoutError, match="ratio"):
+            plan_model({"w": Placement.own(target, 4)}, {"w": Placement.own(source, 4)})
+
+
+@pytest.mark.parametrize("itemsize", [0, -4, None, "4", 2.0])
+def test_what_is_no_map_or_width_is_refused(itemsize):
+    layout = replicated_map((4,), 2)
+    with pytest.raises(InvalidMapError, match="itemsize"):
+        plan_transfer(layout, layout, itemsize=itemsize)
+    with pytest.raises(InvalidMapError, match="ParamAffineMap"):
+        plan_transfer(layout.to_dict(), layout)
+
+
 @pytest.mark.parametrize(
     ("limit", "value"),
     [("max_ndim", 1), ("max_pieces_per_map", 7), ("max_pair_checks", 7), ("max_segments", 7), ("max_plan_bytes", 99)],
@@ -362,8 +382,17 @@ def test_every_budget_fails_closed(limit, value):
     target = contiguous_split_map((16, 4), (8, 8), 0)
     whole = plan_transfer(target, source)
     assert (len(whole.segments), whole.statistics.pair_checks, whole.statistics.source_pieces) == (8, 8, 8)
-    with pytest.raises(BudgetExceededError, match=limit if limit != "max_pair_checks" else "7 steps"):
+    said = limit if limit != "max_pair_checks" else "7 steps"
+    with pytest.raises(BudgetExceededError, match=said):
         plan_transfer(target, source, replace(PlanBudget(), **{limit: value}))
+    with pytest.raises(BudgetExceededError, match=said):
+        plan_model(
+            {"w": Placement.own(target, 4)},
+            {"w": Placement.own(source, 4)},
+            limits=replace(PlanBudget(), **{limit: value}),
+        )
+    exact = replace(PlanBudget(), max_plan_bytes=whole.statistics.plan_bytes)
+    assert plan_transfer(target, source, exact) == whole
 
 
 @pytest.mark.parametrize(
@@ -376,7 +405,16 @@ def test_every_budget_fails_closed(limit, value):
         {"scale": 0},
         {"scale": float("nan")},
         {"scale": True},
+        {"scale": 10**400},
         {"power": 2},
+        # Another place in the target: overlapping, beyond its end, the same address twice, of another rank.
+        {"target": [0, 2, [4, 1]]},
+        {"target": [0, 12, [4, 1]]},
+        {"target": [0, 0, [0, 1]]},
+        {"target": [0, 0, [8, 1]]},
+        {"target": [5, 0, [4, 1]]},
+        {"shape": [3, 2]},
+        {"shape": [2**62, 2**62]},
     ],
 )
 def test_a_damaged_plan_is_refused(change):
@@ -386,8 +424,44 @@ def test_a_damaged_plan_is_refused(change):
         TransferPlan.from_dict(entry)
 
 
+def test_a_plan_with_a_segment_too_many_or_too_few_is_refused():
+    entry = plan_transfer(replicated_map((4, 4), 1), contiguous_split_map((4, 4), (2, 2), 1)).to_dict()
+    for segments in (entry["segments"][:1], entry["segments"] * 2):
+        with pytest.raises(InvalidMapError, match="target rank 0"):
+            TransferPlan.from_dict({**entry, "segments": segments})
+
+
+@given(SEEDS)
+def test_a_plan_whose_target_addresses_are_changed_is_refused(seed):
+    rng, (source, target) = worlds(seed, 2)
+    entry = plan_transfer(target, source).to_dict()
+    filled = [each for each in entry["segments"] if 0 not in each["shape"]]
+    if not filled:
+        return
+    changed = rng.choice(filled)
+    before = sorted(at for each in filled for _, at in addresses(TransferSegment.from_dict(each)) if each is changed)
+    changed["target"][1] = max(0, changed["target"][1] + rng.choice([-2, -1, 1, 2]))
+    if changed["shape"] and rng.random() < 0.5:
+        changed["target"][2][rng.randrange(len(changed["shape"]))] += rng.choice([1, 3])
+    after = sorted(at for _, at in addresses(TransferSegment.from_dict(changed)))
+    if before == after:
+        TransferPlan.from_dict(entry)
+    else:
+        with pytest.raises(InvalidMapError, match="target rank"):
+            TransferPlan.from_dict(entry)
+
+
 @pytest.mark.parametrize(
-    "entry", [None, {}, {"segments": 3}, {"segments": [], "logical_shape": [1], "unfilled": {0: 1}}]
+    "entry",
+    [
+        None,
+        {},
+        {"segments": 3},
+        {"segments": [], "logical_shape": [1], "unfilled": {0: 1}},
+        {"segments": [], "logical_shape": [1], "unfilled": {0: [[0, [1], [1]]], "0": [[0, [1], [1]]]}},
+        {"segments": [], "logical_shape": [1], "unfilled": {"9" * 5000: []}},
+        {"segments": [], "logical_shape": [1], "statistics": {}},
+    ],
 )
 def test_what_is_no_plan_is_refused(entry):
     with pytest.raises(InvalidMapError):
