@@ -20,7 +20,7 @@ from deepspeed_affine.execute.live_sides import ONE, Sides, agreed
 from deepspeed_affine.execute.memory import as_words, strided_view, times, word_view
 from deepspeed_affine.execute.wire import Pending, Wire
 from deepspeed_affine.ir import Region
-from deepspeed_affine.ir.ints import row_major_strides, shown
+from deepspeed_affine.ir.ints import INT64_MAX, row_major_strides, shown
 from deepspeed_affine.plan.messages import LEAST_BYTES, Message, cut, is_run
 from deepspeed_affine.plan.model import ModelPlan
 from deepspeed_affine.plan.segments import TransferSegment
@@ -35,6 +35,9 @@ TIMEOUT_SECONDS = 300.0
 
 WINDOW_ROUNDS = 16
 """After so many rounds all processes meet, so that one that is to wait for the last round is not taken to hang."""
+
+MOST_POWER = 16
+"""Of a scale; Adam's second moment has -2."""
 
 SCALED_ELEMENT_BYTES = 48
 """What multiplying one element may take: it and the product as complex doubles, and the result."""
@@ -92,12 +95,9 @@ def transfer(
     wire = Wire(group, timeout if _is_timeout(timeout) else TIMEOUT_SECONDS)
     faults = Faults()
     whole = _as_model(plan, faults)
-    _check_options(staging_bytes, timeout, scale_power, scaled_states, faults)
-    options: dict[str, str | int] = {
-        "staging_bytes": staging_bytes,
-        "scale_power": scale_power,
-        "scaled_states": scaled_states,
-    }
+    if not _is_timeout(timeout):
+        faults.add(PolicyError(f"timeout is {shown(timeout)}; expected a positive number of seconds."))
+    options = _checked_options(staging_bytes, scale_power, scaled_states, faults)
     sides = agreed(wire, whole, source, target, options, faults)
     with torch.no_grad():
         return _Moving(wire, whole, sides, staging_bytes, scale_power, progress).run()
@@ -116,15 +116,22 @@ def _is_timeout(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 < value < 1e9
 
 
-def _check_options(staging: Any, timeout: Any, power: Any, scaled_states: Any, faults: Faults) -> None:
-    if type(staging) is not int or staging < LEAST_STAGING_BYTES:
+def _checked_options(staging: Any, power: Any, scaled_states: Any, faults: Faults) -> dict[str, str | int]:
+    """The options that are to be equal everywhere, those that will not do left out: they are faults already."""
+    options: dict[str, str | int] = {}
+    if type(staging) is int and LEAST_STAGING_BYTES <= staging <= INT64_MAX:
+        options["staging_bytes"] = staging
+    else:
         faults.add(PolicyError(f"staging_bytes is {shown(staging)}; expected {LEAST_STAGING_BYTES} or more."))
-    if not _is_timeout(timeout):
-        faults.add(PolicyError(f"timeout is {shown(timeout)}; expected a positive number of seconds."))
-    if type(power) is not int:
-        faults.add(PolicyError(f"scale_power is {shown(power)}; expected an integer."))
-    if scaled_states not in ("refuse", "power"):
+    if type(power) is int and abs(power) <= MOST_POWER:
+        options["scale_power"] = power
+    else:
+        faults.add(PolicyError(f"scale_power is {shown(power)}; expected an integer, at most {MOST_POWER} either way."))
+    if isinstance(scaled_states, str) and scaled_states in ("refuse", "power"):
+        options["scaled_states"] = scaled_states
+    else:
         faults.add(PolicyError(f"scaled_states is {shown(scaled_states)}; expected 'refuse' or 'power'."))
+    return options
 
 
 @dataclass(frozen=True, slots=True)

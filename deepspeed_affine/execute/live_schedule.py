@@ -14,6 +14,7 @@ from deepspeed_affine.plan.messages import Message, messages, segments_by_pair
 from deepspeed_affine.plan.model import ModelPlan
 from deepspeed_affine.plan.rounds import rounds
 from deepspeed_affine.plan.segments import TransferSegment
+from deepspeed_affine.plan.transfer_plan import misfilled
 
 __all__ = ["Needs", "Schedule", "Turn", "needs_of", "schedule_of"]
 
@@ -26,13 +27,14 @@ class Needs:
     """What the plan says of a process's shards.
 
     ``source`` is how many elements of a source shard are read up to the last; ``target`` how many a target shard has:
-    every one is in one segment or is unfilled. ``scaled`` names parameters with scaled segments, ``scales`` has those
-    that are not 1, and ``last`` is the highest process the plan names.
+    every one is in one segment or is unfilled, except of parameters in ``misfilled``. ``scaled`` names parameters with
+    scaled segments, ``scales`` has those that are not 1, and ``last`` is the highest process the plan names.
     """
 
     digest: str
     source: Mapping[str, int]
     target: Mapping[str, int]
+    misfilled: frozenset[str]
     scaled: frozenset[str]
     scales: tuple[float, ...]
     last: int
@@ -76,6 +78,7 @@ def schedule_of(plan: ModelPlan, rank: int, itemsizes: Mapping[str, int], limit:
 def _needs(plan: ModelPlan, rank: int, digest: str) -> Needs:
     source: dict[str, int] = {}
     target: dict[str, int] = {}
+    filled: dict[str, list[TransferSegment]] = {}
     scaled, scales, last = set(), set(), -1
     for name, each in plan.plans.items():
         for segment in each.segments:
@@ -87,13 +90,19 @@ def _needs(plan: ModelPlan, rank: int, digest: str) -> Needs:
                 source[name] = max(source.get(name, 0), reach)
             if segment.target_rank == rank:
                 target[name] = target.get(name, 0) + segment.numel
+                filled.setdefault(name, []).append(segment)
             if segment.scale != 1.0:
                 scaled.add(name)
                 scales.add(segment.scale)
         unfilled = sum([region.numel for region in each.unfilled.get(rank, ())])
         if unfilled:
             target[name] = target.get(name, 0) + unfilled
-    return Needs(digest, source, target, frozenset(scaled), tuple(sorted(scales)), last)
+    wrong = [
+        name
+        for name, segments in filled.items()
+        if misfilled(segments, {rank: plan.plans[name].unfilled.get(rank, ())}) is not None
+    ]
+    return Needs(digest, source, target, frozenset(wrong), frozenset(scaled), tuple(sorted(scales)), last)
 
 
 def _span(shape: Iterable[int], strides: Iterable[int]) -> int:

@@ -14,9 +14,17 @@ from typing import Any
 import torch
 
 from deepspeed_affine import errors
-from deepspeed_affine.errors import AffineError, Faults, IntegrityError, PolicyError, UnsupportedLayoutError
+from deepspeed_affine.errors import (
+    AffineError,
+    Faults,
+    IntegrityError,
+    InvalidMapError,
+    PolicyError,
+    UnsupportedLayoutError,
+)
 from deepspeed_affine.execute.live_schedule import Needs, needs_of
 from deepspeed_affine.execute.memory import dense
+from deepspeed_affine.execute.shard_memory import multiplies, sharing, unfit, unusable
 from deepspeed_affine.execute.wire import Wire
 from deepspeed_affine.ir.ints import shown
 from deepspeed_affine.plan.model import ModelPlan
@@ -50,7 +58,7 @@ def agreed(
     them found a fault, or where their plans or ``options`` differ.
     """
     sides: dict[str, dict[str, torch.Tensor]] = {"source": {}, "target": {}}
-    needs = Needs("", {}, {}, frozenset(), (), -1)
+    device = torch.device("cpu")
     try:
         needs = needs_of(plan, wire.rank, lambda: _digest(plan))
         faults.extend(_misnumbered(plan, needs, wire))
@@ -60,11 +68,14 @@ def agreed(
             faults.extend(wrong)
         faults.extend(_of_one_dtype(sides, plan))
         faults.extend(_of_one_kind(sides, needs, wire, options))
+        device = next((flat.device for held in sides.values() for flat in held.values()), device)
+        told = _told(sides, plan, options, needs.digest, faults, device)
     except Exception as error:
         # The others wait for what this process has to say.
-        faults.add(AffineError(f"{type(error).__name__}: {error}"))
-    device = next((flat.device for held in sides.values() for flat in held.values()), torch.device("cpu"))
-    rows = [json.loads(row) for row in wire.gather(_told(sides, plan, options, needs.digest, faults, device).encode())]
+        faults.add(error if isinstance(error, AffineError) else AffineError(f"{type(error).__name__}: {error}"))
+        plan, needs = ModelPlan({}, {}), Needs("", {}, {}, frozenset(), frozenset(), (), -1)
+        told = _told({}, plan, {}, "", faults, device)
+    rows = [json.loads(row) for row in wire.gather(told.encode())]
     dtypes = _judged(rows, sorted(plan.plans))
     itemsizes = {**plan.itemsizes, **{name: _dtype(text).itemsize for name, text in dtypes.items()}}
     return Sides(sides["source"], sides["target"], itemsizes, device, needs)
@@ -113,47 +124,20 @@ def _side(
                 )
             )
             continue
-        fault = _unusable(shard, where, what == "target")
+        fault = unusable(shard, where, what == "target")
         if fault is None:
-            fault = _unfit(shard.numel(), where, numel, what)
+            fault = unfit(shard.numel(), where, numel, what)
+        if fault is None and what == "target" and name in needs.misfilled:
+            fault = InvalidMapError(
+                f"{where}: the plan fills some of its addresses twice, or some beyond its end; expected each once. "
+                "Plan again.",
+                param=name,
+            )
         if fault is not None:
             wrong.append(fault)
         else:
             found[name] = dense(shard)
     return found, wrong
-
-
-def _unfit(numel: int, where: str, needed: int, what: str) -> AffineError | None:
-    """Why a shard of ``numel`` elements is not what the plan is for; of a source it knows only how far it is read."""
-    if what == "source":
-        fits, verb = numel >= needed, "reads"
-    else:
-        fits, verb = numel == needed, "is for"
-    if fits:
-        return None
-    return IntegrityError(f"{where}: has {numel} elements; the plan {verb} {needed}. Give the shard it was made for.")
-
-
-def _unusable(shard: Any, where: str, written: bool) -> AffineError | None:
-    """Why the shard's own memory cannot be sent from or received into."""
-    if not isinstance(shard, torch.Tensor) or type(shard).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return UnsupportedLayoutError(
-            f"{where}: is a {type(shard).__name__}; expected a plain tensor. Pass the local tensor it stands for."
-        )
-    if shard.device.type == "meta":
-        return UnsupportedLayoutError(f"{where}: is a meta tensor, which has no bytes.")
-    plain = shard.layout == torch.strided and not shard.is_quantized and not shard.is_nested
-    if not plain or not shard.is_contiguous() or shard.is_conj() or shard.is_neg():
-        return UnsupportedLayoutError(
-            f"{where}: its elements do not lie one after another in memory (shape {tuple(shard.shape)}, layout "
-            f"{shard.layout}); expected a dense tensor, because none is copied as a whole. Pass tensor.contiguous()"
-            f"{', and copy back from it afterwards' if written else ''}."
-        )
-    if written and shard.is_inference() and not torch.is_inference_mode_enabled():
-        return UnsupportedLayoutError(
-            f"{where}: was made under torch.inference_mode and can be changed only there. Call transfer under it."
-        )
-    return None
 
 
 def _of_one_kind(
@@ -173,39 +157,21 @@ def _of_one_kind(
         flat = sides["target"].get(name, sides["source"].get(name))
         if flat is None:
             continue
-        if options["scale_power"] != 1 and options["scaled_states"] != "power":
+        power = options.get("scale_power", 1)
+        if power != 1 and options.get("scaled_states") != "power":
             yield UnsupportedLayoutError(
-                f"parameter {name!r}: is scaled, and this is an optimizer state (power {options['scale_power']}). It "
+                f"parameter {name!r}: is scaled, and this is an optimizer state (power {power}). It "
                 "moves, but lr and eps of its optimizer would stay in the old coordinate. Pass scaled_states='power' "
                 "to move it knowingly, or leave it out of the plan and start the state anew.",
                 param=name,
             )
-        if options["scale_power"] and not ((flat.is_floating_point() or flat.is_complex()) and _computes(flat.dtype)):
+        if power and not multiplies(flat.dtype):
             yield UnsupportedLayoutError(
                 f"parameter {name!r}: is scaled, which {flat.dtype} cannot carry; expected a floating dtype of eight "
                 "bits or more.",
                 param=name,
             )
-    spans = sorted(
-        (flat.data_ptr(), flat.data_ptr() + flat.numel() * flat.element_size(), what, name)
-        for what, name, flat in flats
-        if flat.numel()
-    )
-    ends: dict[str, tuple[int, str]] = {}
-    for start, stop, what, name in spans:
-        other = "target" if what == "source" else "source"
-        if ends.get(other, (0, ""))[0] > start:
-            yield PolicyError(
-                f"parameter {name!r}: its {what} shard and the {other} shard of {ends[other][1]!r} share memory, so "
-                "that filling one spoils what is still to be sent. Give the target memory of its own.",
-                param=name,
-            )
-        if stop > ends.get(what, (0, ""))[0]:
-            ends[what] = (stop, name)
-
-
-def _computes(dtype: torch.dtype) -> bool:
-    return dtype not in {getattr(torch, name) for name in ("float4_e2m1fn_x2",) if hasattr(torch, name)}
+    yield from sharing([(what, f"parameter {name!r}", flat) for what, name, flat in flats])
 
 
 def _of_one_dtype(sides: Mapping[str, Mapping[str, torch.Tensor]], plan: ModelPlan) -> Iterator[AffineError]:

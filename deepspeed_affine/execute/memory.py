@@ -295,9 +295,13 @@ def _unscaled(layout: ParamAffineMap, raw: torch.Tensor, scale_power: int) -> to
 def times(block: torch.Tensor, factor: Fraction) -> torch.Tensor:
     """``block * factor`` with one rounding: by whichever of the factor and its reciprocal a double holds exactly.
 
-    In double precision, because torch would round the factor itself to the block's dtype first.
+    In double precision, because torch would round the factor itself to the block's dtype first. A complex number's two
+    parts are multiplied one by one: times a factor made complex an infinity or a NaN would spoil the other part.
     """
-    wide = block.to(torch.complex128 if block.dtype.is_complex else torch.float64)
+    if block.dtype.is_complex:
+        parts = torch.view_as_real(block.to(torch.complex128))
+        return torch.view_as_complex(times(parts, factor).contiguous()).to(block.dtype)
+    wide = block.to(torch.float64)
     try:
         number, reciprocal = float(factor), float(1 / factor)
     except OverflowError:

@@ -244,7 +244,9 @@ def test_a_plan_of_one_parameter_has_no_name():
         ({"timeout": float("nan")}, "timeout is nan"),
         ({"timeout": "1"}, "timeout is '1'"),
         ({"scale_power": 0.5}, "scale_power is 0.5"),
+        ({"scale_power": 10**6}, "scale_power is 1000000"),
         ({"scaled_states": "reset"}, "scaled_states is 'reset'"),
+        ({"scaled_states": [1]}, "scaled_states is"),
         ({"group": object()}, "not initialized"),
     ],
 )
@@ -262,6 +264,21 @@ def test_a_plan_for_more_processes_than_there_are_is_refused():
         transfer({"w": torch.ones(2)}, {"w": torch.ones(4)}, plan)
     with pytest.raises(PolicyError, match="a mapping from parameter name"):
         transfer([torch.ones(2)], {}, plan)
+
+
+def test_two_targets_that_share_memory_are_refused():
+    layout = replicated_map((4,), 1)
+    places = {name: Placement.own(layout, 4) for name in ("a", "b")}
+    memory, source = torch.zeros(6), torch.ones(4)
+    # Sources may: a tied weight is sent under two names.
+    for at in (0, 2):
+        with pytest.raises(PolicyError, match="share memory"):
+            transfer(
+                {"a": source, "b": source}, {"a": memory[:4], "b": memory[at : at + 4]}, plan_model(places, places)
+            )
+    assert not memory.any()
+    transfer({"a": source, "b": source}, {"a": memory[:4], "b": torch.zeros(4)}, plan_model(places, places))
+    assert memory.tolist() == [1, 1, 1, 1, 0, 0]
 
 
 def test_it_is_exported():

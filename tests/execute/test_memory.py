@@ -289,6 +289,14 @@ def test_power_of_two_scales_round_trip_exactly(degree: int, dtype: torch.dtype)
     assert same_bytes(layout.rebuild(shards), full)
 
 
+def test_the_parts_of_a_complex_number_are_scaled_one_by_one() -> None:
+    inf, nan = float("inf"), float("nan")
+    full = torch.tensor([complex(inf, 1), complex(1, nan), complex(-0.0, 3)], dtype=torch.complex128)
+    shard = replicated_map((3,), 1, 0.5).extract(full, 0)
+    expected = torch.tensor([[inf, 0.5], [0.5, nan], [-0.0, 1.5]], dtype=torch.float64)
+    assert torch.equal(torch.view_as_real(shard).view(torch.int64), expected.view(torch.int64))
+
+
 def test_fp8_is_scaled_through_a_wider_type() -> None:
     layout = replicated_map((4,), 2, 0.5)
     full = torch.tensor([1.0, -2.0, 4.0, 8.0]).to(torch.float8_e4m3fn)

@@ -150,6 +150,15 @@ def refused(what: str) -> dict[str, Any]:
         plan = None
     elif what == "bad staging" and rank == 0:
         options = {"staging_bytes": 5}
+    elif what == "endless staging" and rank == 2:
+        # No text has so many digits, and the others must hear of it all the same.
+        options = {"staging_bytes": 10**5000}
+    elif what == "endless power" and rank == 1:
+        options = {"scale_power": -(10**5000)}
+    elif what == "overlapping plan":
+        first, *rest = plan.plans["w"].segments
+        moved = replace(first, target_offset=first.target_offset + 1)
+        plan = replace(plan, plans={"w": replace(plan.plans["w"], segments=(moved, *rest))})
     elif what == "bad timeout" and rank == 3:
         options = {"timeout": "soon"}
     elif what == "two sides" and rank == 3:
