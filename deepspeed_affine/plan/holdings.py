@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from deepspeed_affine.ir import ParamAffineMap
+from deepspeed_affine.ir import ParamAffineMap, overlapping
 from deepspeed_affine.ir.algebra import lattices
 from deepspeed_affine.ir.canonical import fold_pairs
 from deepspeed_affine.ir.lattice import Budget, Lattice, Meeting, intersect, proper, subtract
@@ -49,12 +49,13 @@ class Need:
 class Holdings:
     """The classes of one map, with the copies of their lowest holders indexed by where they lie in F.
 
-    ``held`` is the number of elements of F the map is known to hold, None where it is not known.
+    ``held`` is the number of elements of F the map is known to hold, None where it is not known. ``pair_budget`` counts
+    the pairs of pieces that are compared where a rank holds elements at two addresses.
     """
 
     __slots__ = ("boxes", "classes", "first", "shape")
 
-    def __init__(self, layout: ParamAffineMap, held: int | None = None) -> None:
+    def __init__(self, layout: ParamAffineMap, held: int | None, pair_budget: Budget) -> None:
         found: dict[tuple[frozenset[int], float], dict[int, list[Lattice]]] = defaultdict(lambda: defaultdict(list))
         for rank, piece in layout.pieces():
             if piece.numel:
@@ -62,13 +63,17 @@ class Holdings:
         self.shape = layout.logical_shape
         self.classes = [
             HoldingClass(tuple(sorted(holders)), scale, copies)
-            for (holders, scale), copies in zip(found, _without_repeats(list(found.values()), held), strict=True)
+            for (holders, scale), copies in zip(
+                found, _without_repeats(list(found.values()), held, pair_budget), strict=True
+            )
         ]
         self.first = [(each, x) for each in self.classes for x in each.copies[each.holders[0]]]
         self.boxes: list[Box] = [bounding_box(x, self.shape) for _, x in self.first]
 
 
-def _without_repeats(classes: Sequence[dict[int, list[Lattice]]], held: int | None) -> list[dict[int, list[Lattice]]]:
+def _without_repeats(
+    classes: Sequence[dict[int, list[Lattice]]], held: int | None, pair_budget: Budget
+) -> list[dict[int, list[Lattice]]]:
     """The copies, with each element once where a rank holds one at two addresses of its shard.
 
     All copies of a class have the same elements, so the shortest is as long as the class unless every holder repeats
@@ -79,7 +84,7 @@ def _without_repeats(classes: Sequence[dict[int, list[Lattice]]], held: int | No
     if sum(sizes) != held:
         sizes = [_total(distinct(copy)) for copy in shortest]
     return [
-        {rank: copy if _total(copy) == size else _once(copy) for rank, copy in copies.items()}
+        {rank: copy if _total(copy) == size else _once(copy, pair_budget) for rank, copy in copies.items()}
         for copies, size in zip(classes, sizes, strict=True)
     ]
 
@@ -88,15 +93,22 @@ def _total(keyed: Iterable[Lattice]) -> int:
     return sum([lattice.numel for lattice in keyed])
 
 
-def _once(keyed: list[Lattice]) -> list[Lattice]:
+def _once(keyed: list[Lattice], pair_budget: Budget) -> list[Lattice]:
     """Every element with one of its addresses: which one depends on what is held, and not on how it was cut."""
     folded = fold_pairs(
         [x for held in keyed for x in proper(held.mate, held.key, [(n, u, s) for n, s, u in held.digits])]
     )
+    ordered = [x for mate, key, digits in folded for x in proper(key, mate, [(n, u, s) for n, s, u in digits])]
+    hulls = [(x.key, x.last + 1) for x in ordered]
+    before: dict[int, list[Lattice]] = defaultdict(list)
+    for i, j in overlapping(hulls, hulls):
+        if j < i:
+            pair_budget.spend()
+            before[i].append(ordered[j])
     kept: list[Lattice] = []
-    for lattice in [x for mate, key, digits in folded for x in proper(key, mate, [(n, u, s) for n, s, u in digits])]:
+    for number, lattice in enumerate(ordered):
         rest = [lattice]
-        for other in kept:
+        for other in before[number]:
             rest = [x for piece in rest for x in subtract(piece, other)]
         kept += rest
     return kept

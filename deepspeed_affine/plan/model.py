@@ -233,8 +233,9 @@ def _geometry(
     target.validate(partial=partial)
     source.validate(partial=True, whole_parameter=not partial)
     ours, theirs = restricted(target, source, rows)
-    held = Holdings(theirs, None if partial else restricted_numel(source, rows))
-    found = needs(ours, held, ours.ranks, Budget(f"Planning {param}", budget.max_pair_checks))
+    pairs = Budget(f"Planning {param}", budget.max_pair_checks)
+    held = Holdings(theirs, None if partial else restricted_numel(source, rows), pairs)
+    found = needs(ours, held, ours.ranks, pairs)
     wanted = {rank: sum([piece.numel for piece in ours.pieces_by_rank[rank]]) for rank in ours.ranks}
     check_supply(ours, found, wanted)
     unfilled = {rank: tuple(ours.gaps(rank)) for rank in ours.ranks if wanted[rank] < ours.shard_numel(rank)}

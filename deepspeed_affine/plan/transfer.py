@@ -87,7 +87,7 @@ def plan_transfer(
     target, source = restricted(target_map, source_map, valid_rows)
     ranks = _planned_ranks(target, target_ranks)
     pairs = Budget("Planning a transfer", budget.max_pair_checks)
-    held = Holdings(source, None if partial else restricted_numel(source_map, valid_rows))
+    held = Holdings(source, None if partial else restricted_numel(source_map, valid_rows), pairs)
     found = needs(target, held, ranks, pairs)
     wanted = {rank: sum([piece.numel for piece in target.pieces_by_rank[rank]]) for rank in ranks}
     check_supply(target, found, wanted)

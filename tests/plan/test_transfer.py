@@ -395,6 +395,21 @@ def test_every_budget_fails_closed(limit, value):
     assert plan_transfer(target, source, exact) == whole
 
 
+def test_pieces_held_twice_are_counted_before_they_are_compared():
+    """Shuffled single elements fold into wide blocks, each of which may share elements with every other."""
+    order = random.Random(1).sample(range(400), 400)
+    pieces = [AffinePiece((), at, (), 2 * number + copy, (), [0]) for number, at in enumerate(order) for copy in (0, 1)]
+    source, target = ParamAffineMap((400,), {0: (800,)}, {0: pieces}), replicated_map((400,), 1)
+    plan = plan_transfer(target, source)
+    assert sorted(at for segment in plan.segments for _, at in addresses(segment)) == list(range(400))
+    assert plan.statistics.pair_checks > 2000
+    with pytest.raises(BudgetExceededError, match="2000 steps"):
+        plan_transfer(target, source, PlanBudget(max_pair_checks=2000))
+    sides = {"w": Placement.own(target, 4)}, {"w": Placement.own(source, 4)}
+    with pytest.raises(BudgetExceededError, match="2000 steps"):
+        plan_model(*sides, limits=PlanBudget(max_pair_checks=2000))
+
+
 @pytest.mark.parametrize(
     "change",
     [
