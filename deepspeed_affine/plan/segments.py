@@ -40,6 +40,12 @@ class TransferSegment:
         """Whether multiplying by the scale loses nothing: it is a power of two, or its negative."""
         return abs(math.frexp(self.scale)[0]) == 0.5
 
+    @property
+    def row(self) -> tuple[object, ...]:
+        """All members, in order."""
+        source = (self.source_rank, self.source_offset, self.source_strides)
+        return (*source, self.target_rank, self.target_offset, self.target_strides, self.shape, self.scale)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain scalars, in DeepSpeed 0.19.8's form; the scale is left out when it is 1."""
         entry: dict[str, Any] = {
