@@ -119,6 +119,8 @@ class CheckpointLayout:
             faults.extend(self._rank_faults(mp, rank))
         faults.extend(self._expert_faults())
         faults.raise_if_any()
+        faults.extend(self._ownership_faults())
+        faults.raise_if_any()
 
     def _rank_faults(self, mp: int, rank: LayoutRank) -> Iterator[InvalidMapError]:
         listed = [*rank.optimized]
@@ -143,6 +145,38 @@ class CheckpointLayout:
                 held[group] += count
         if self.stage == 3 and (foreign or held != [len(group) for group in rank.groups]):
             yield InvalidMapError(f"model-parallel rank {mp}: its sub-groups do not add up to its parameter groups.")
+
+    def _ownership_faults(self) -> Iterator[InvalidMapError]:
+        """Every tensor has its place: one that no rank lists would be left out of the files without a word."""
+        for mp, rank in enumerate(self.ranks):
+            first = self.ranks[mp - mp % self.tp]
+            if (rank.names, rank.groups) != (first.names, first.groups):
+                yield InvalidMapError(
+                    f"model-parallel rank {mp} lists other tensors than the first tensor-parallel rank of its stage, "
+                    "or in another order; one order is expected."
+                )
+        counts = {len(rank.groups) for rank in self.ranks}
+        if self.hyperparameters is not None:
+            counts.add(len(self.hyperparameters))
+        if len(counts) > 1:
+            yield InvalidMapError(
+                f"its ranks and 'hyperparameters' list {sorted(counts)} parameter groups; one number is expected."
+            )
+        owned = {name for rank in self.ranks for group in rank.groups for name in self._everywhere(group)}
+        held = {name for rank in self.ranks for name in rank.names or ()}
+        apart = any(rank.names is None for rank in self.ranks)
+        for name, param in self.params.items():
+            if (param.kind == "optimized") != (name in owned):
+                listed = "a parameter group" if name in owned else "no parameter group"
+                yield InvalidMapError(f"{name!r} is {param.kind}, and {listed} lists it.", param=name)
+            elif name not in held and not apart and not name.startswith(tuple(self.experts)):
+                yield InvalidMapError(f"{name!r}: no rank lists it among its module's entries.", param=name)
+
+    def _everywhere(self, names: Sequence[str]) -> Iterator[str]:
+        """What the parameters of a group are called on any rank."""
+        first = self.expert_layer(names)
+        count, local = (1, 1) if first is None else self.experts[first]
+        return (self._global(name, rank) for name in names for rank in range(count // local))
 
     def _expert_faults(self) -> Iterator[InvalidMapError | UnsupportedLayoutError]:
         for prefix, (count, local) in self.experts.items():

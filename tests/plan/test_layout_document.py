@@ -129,6 +129,20 @@ def test_what_contradicts_itself_is_refused():
     for wrong, said in ((short, "add up"), (twice, "in two groups"), (unknown, "'x'"), (far, "add up")):
         with pytest.raises(InvalidMapError, match=said):
             layout(ranks=(rank, wrong))
+    lacking = LayoutRank(rank.names, (("w",), ()), rank.aliases, ((0, 1),))
+    unnamed = LayoutRank(rank.names[:3], rank.groups, rank.aliases, rank.sub_groups)
+    frozen = LayoutRank(rank.names, (("w",), ("v", "norm")), rank.aliases, ((0, 1), (1, 2)))
+    for wrong, said in (
+        (lacking, "'v' is optimized, and no parameter group"),
+        (frozen, "'norm' is frozen, and a parameter group"),
+        (unnamed, "'norm': no rank lists it"),
+    ):
+        with pytest.raises(InvalidMapError, match=said):
+            layout(ranks=(wrong, wrong))
+        with pytest.raises(InvalidMapError, match="rank 1 lists other tensors"):
+            layout(ranks=(rank, wrong))
+    with pytest.raises(InvalidMapError, match=r"list \[1, 2\] parameter groups"):
+        layout(hyperparameters=(("lr",),))
     with pytest.raises(InvalidMapError, match="lists 1 ranks; 2 are expected"):
         layout(ranks=(rank,))
     with pytest.raises(InvalidMapError, match="dp is 0"):
