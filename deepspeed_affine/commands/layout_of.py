@@ -52,7 +52,7 @@ def layout_of(checkpoint: Checkpoint, plan: ConversionPlan) -> CheckpointLayout:
         data_before_expert=isinstance(config, Mapping) and bool(config.get("use_data_before_expert_parallelism")),
         bf16_optimizer="zero_stage" not in optimizer,
         prefix=checkpoint.folder.optim_files[0].prefix,
-        param_alignment=aligned_to(zero_config(config), params),
+        param_alignment=aligned_to(zero_config(config), params) if "zero_stage" in optimizer else 1,
         hyperparameters=tuple(
             tuple(sorted(key for key in group if key != "params")) for group in param_groups_of(checkpoint, optimizer)
         ),
@@ -72,7 +72,7 @@ def zero_config(config: Any) -> Mapping[str, Any]:
 
 
 def aligned_to(zero: Mapping[str, Any], params: Mapping[str, LayoutParam]) -> int:
-    """How many elements the place of a parameter is rounded to in its group."""
+    """How many elements ZeRO-1 and ZeRO-2 round the place of a parameter in its group to; BF16_Optimizer does not."""
     optimized = next((param for param in params.values() if param.kind == "optimized"), None)
     if not zero.get("parameter_alignment") or optimized is None:
         return 1
@@ -203,8 +203,9 @@ def _rank(checkpoint: Checkpoint, file: ModelFile) -> LayoutRank:
     aliases = dict(_aliases(checkpoint, file))
     if checkpoint.stage < 3:
         return LayoutRank(names, groups, aliases)
-    owners = _owners(checkpoint, file.shard, len(groups))
-    merged: list[tuple[str, ...]] = [() for _ in range(max(owners, default=-1) + 1)]
+    owners, count = _owners(checkpoint, file.shard, len(groups))
+    # A group of frozen parameters has no sub-group.
+    merged: list[tuple[str, ...]] = [() for _ in range(count)]
     for owner, group in zip(owners, groups, strict=True):
         merged[owner] += group
     return LayoutRank(
@@ -247,12 +248,13 @@ def _aliases(checkpoint: Checkpoint, file: ModelFile) -> Iterator[tuple[str, str
                 yield alias, name
 
 
-def _owners(checkpoint: Checkpoint, shard: ShardKey, count: int) -> list[int]:
-    """For each ZeRO-3 sub-group the parameter group it belongs to."""
+def _owners(checkpoint: Checkpoint, shard: ShardKey, count: int) -> tuple[list[int], int]:
+    """For each ZeRO-3 sub-group the parameter group it belongs to, and how many groups there are."""
     mp = shard.pp * checkpoint.tp_degree + shard.tp
     path = checkpoint.folder.find("zero_optim", dp=0, mp=mp).path
     found: dict[int, int] = {}
-    for number, group in enumerate(param_groups_of(checkpoint, optimizer_root(checkpoint, mp))):
+    param_groups = param_groups_of(checkpoint, optimizer_root(checkpoint, mp))
+    for number, group in enumerate(param_groups):
         params = group.get("params")
         if not isinstance(params, list):
             raise refuse(path, "'params' of a parameter group", params, "a list of the numbers of its sub-groups")
@@ -263,7 +265,7 @@ def _owners(checkpoint: Checkpoint, shard: ShardKey, count: int) -> list[int]:
             "expected once. The files come from different saves: take all of them from one.",
             file=path,
         )
-    return [found[index] for index in range(count)]
+    return [found[index] for index in range(count)], len(param_groups)
 
 
 def _check_paddings(checkpoint: Checkpoint, layout: CheckpointLayout) -> None:

@@ -249,7 +249,7 @@ def _planned(
     if given is not None:
         require_same_model(source, target, args.like or args.layout)
     made = reshard_plan(source, target, ScaledStates(args.scaled_states), same_cut=same_cut)
-    notes = [drifted.describe() for drifted in drifts]
+    notes = [*source.notes, *(drifted.describe() for drifted in drifts)]
     return target, replace(made, notes=(*made.notes, *notes))
 
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from deepspeed_affine.commands.layout_of import DS_CONFIG
+from deepspeed_affine.commands.layout_of import DS_CONFIG, param_groups_of
 from deepspeed_affine.commands.reshard_model import FileBuilder, config_of, put_info
 from deepspeed_affine.commands.reshard_source import ReshardSource
 from deepspeed_affine.errors import UnsupportedLayoutError
@@ -45,6 +45,7 @@ class _OptimizerFile:
         folder = source.checkpoint.folder
         path = folder.find("zero_optim", dp=0, mp=mp if same_cut else 0).path
         self.old = source.root(path)
+        self.param_groups = param_groups_of(source.checkpoint, self.old["optimizer_state_dict"])
 
     def build(self) -> ObjectFile:
         root = dict(self.old)
@@ -146,7 +147,7 @@ class _OptimizerFile:
                 key: list(numbers) if key == "params" else self._group_name(value, at) if key == "name" else value
                 for key, value in group.items()
             }
-            for at, (group, numbers) in enumerate(zip(self.source.param_groups, members, strict=True))
+            for at, (group, numbers) in enumerate(zip(self.param_groups, members, strict=True))
         ]
 
     def _group_name(self, name: Any, group: int) -> Any:
@@ -188,7 +189,7 @@ class _OptimizerFile:
 
     def _is_whole(self, state: str, group: int) -> bool:
         """Whether ZeRO-1 and ZeRO-2 keep this state whole for every parameter that touches the partition."""
-        muon = bool(self.source.param_groups[group].get("use_muon"))
+        muon = bool(self.param_groups[group].get("use_muon"))
         return state == MUON_STATE and muon and self.target.stage < 3 and not self.target.bf16_optimizer
 
     def _whole(self, runs: Parts) -> tuple[Parts, int]:

@@ -56,8 +56,15 @@ def target_of(source: CheckpointLayout, given: CheckpointLayout | None, options:
         raise PolicyError(f"--sub-group-size: only ZeRO-3 has sub-groups, and the target is of stage {stage}.")
     reshape = given is None or (dp, stage) != (given.dp, given.stage) or options.sub_group_size is not None
     target = base
+    empty = next((at for rank in base.ranks for at, group in enumerate(rank.groups) if not group), None)
+    if stage < 3 and empty is not None:
+        raise UnsupportedLayoutError(
+            f"parameter group {empty} has no parameter that is trained, and DeepSpeed has no such group under "
+            f"ZeRO-{stage}. Choose stage 3, or load it with deepspeed_affine.load_checkpoint into an engine without it."
+        )
     if reshape:
         config = zero_config(base.config)
+        bf16 = _takes_bf16_optimizer(base, stage)
         if config.get("round_robin_gradients") and stage < 3 and dp > 1:
             raise UnsupportedLayoutError(
                 "round_robin_gradients is set, and the order of the parameters then depends on the number of ranks. "
@@ -67,8 +74,8 @@ def target_of(source: CheckpointLayout, given: CheckpointLayout | None, options:
             dp=dp,
             stage=stage,
             sub_group_size=options.sub_group_size or _sub_group_size(config),
-            bf16_optimizer=_takes_bf16_optimizer(base, stage),
-            param_alignment=1 if stage == 3 else aligned_to(config, base.params),
+            bf16_optimizer=bf16,
+            param_alignment=1 if stage == 3 or bf16 else aligned_to(config, base.params),
         )
     # The files are the source's, amended, where no other run's layout is given.
     target = replace(target, config=None, info=None, version=None) if given is None else target
@@ -181,14 +188,14 @@ def _group_differences(layout: CheckpointLayout, target: CheckpointLayout) -> It
                 f"parameter {name!r} is in parameter group {theirs[name]} in it and in {ours[name]} in the checkpoint; "
                 "expected the same groups.",
             )
-    if layout.hyperparameters is None or target.hyperparameters is None:
-        return
-    if len(layout.hyperparameters) != len(target.hyperparameters):
+    counts = [len(each.hyperparameters or each.ranks[0].groups) for each in (layout, target)]
+    if counts[0] != counts[1]:
         yield (
             None,
-            f"its optimizer has {len(target.hyperparameters)} parameter groups, that of the checkpoint "
-            f"{len(layout.hyperparameters)}; expected the same.",
+            f"its optimizer has {counts[1]} parameter groups, that of the checkpoint {counts[0]}; expected the same.",
         )
+        return
+    if layout.hyperparameters is None or target.hyperparameters is None:
         return
     for group, (mine, yours) in enumerate(zip(layout.hyperparameters, target.hyperparameters, strict=True)):
         kinds = [sorted(set(SIGNATURE) & set(names)) for names in (mine, yours)]
@@ -213,6 +220,8 @@ def reshard_plan(
     and states of parameters that the target holds scaled, unless ``scaled`` says what becomes of them.
     """
     _require_layer_files(source, target, same_cut=same_cut)
+    if not same_cut:
+        source.require_one_set_of_hyperparameters()
     notes = _scaled(source, target, scaled) if not same_cut else []
     objects = (
         *model_files(source, target, same_cut=same_cut),

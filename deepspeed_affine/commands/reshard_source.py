@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deepspeed_affine.commands.layout_of import optimizer_root, param_groups_of
 from deepspeed_affine.errors import CheckpointFormatError, UnsupportedLayoutError
-from deepspeed_affine.execute.agreement import partition_numbers
+from deepspeed_affine.execute.agreement import check_groups, differing_options, partition_numbers
 from deepspeed_affine.execute.checkpoint import Checkpoint
 from deepspeed_affine.execute.model_file import ModelFile
 from deepspeed_affine.execute.tensor_files import ConversionOptions, TensorFiles, source_storage
@@ -69,8 +68,6 @@ class ReshardSource:
         """``padded`` says that rows of vocabulary padding are carried over like others."""
         self.checkpoint = checkpoint
         self.layout = layout
-        self.optimizer = optimizer_root(checkpoint)
-        self.param_groups = param_groups_of(checkpoint, self.optimizer)
         self._tasks = {(task.param, task.state): task for task in plan.tensors}
         self._padded = padded
         self._storages = list(plan.storages)
@@ -80,6 +77,7 @@ class ReshardSource:
         self._found: dict[tuple[str, str], Stored | None] = {}
         self._numbers = TensorFiles(options, checkpoint.pp_degree)
         self._leaving = partition_numbers(checkpoint, self._numbers)
+        check_groups(checkpoint, self._numbers, self._leaving)
         self._orders: dict[str, Mapping[str, Any]] = {}
         for record in checkpoint.states.groups:
             for place in record.places:
@@ -88,6 +86,13 @@ class ReshardSource:
     @property
     def storages(self) -> tuple[SourceStorage, ...]:
         return tuple(self._storages)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What of the numbers asked for so far was not carried over as it was."""
+        left = sorted({state for _, state in self._leaving})
+        computed = [f"left out, a number each rank computed of its own partition: {', '.join(left)}"] if left else []
+        return (*dict.fromkeys(self._numbers.notes), *computed)
 
     def rows(self, name: str) -> int | None:
         """How many rows of the parameter are no padding, where the plan knows."""
@@ -159,6 +164,18 @@ class ReshardSource:
                 subject = f"parameters {names[0]!r} and {name!r}, to lie in one flat tensor: state {state!r}"
                 self._numbers.same_number(subject, found.values[state], value, param=name, file=self.optimizer_path)
         return found or GroupStates((), frozenset(), {})
+
+    def require_one_set_of_hyperparameters(self) -> None:
+        """All pipeline stages have the same; those of stages that differ belong to no other cut."""
+        first, *others = self.checkpoint.states.hyperparameters
+        for other in others:
+            for group, name in differing_options(first, other, self._numbers):
+                raise UnsupportedLayoutError(
+                    f"{other.file}: parameter group {group} has another {name!r} than in {first.file}, of another "
+                    "pipeline stage; one value is expected where the model is cut anew. Keep the pipeline stages as "
+                    "they are.",
+                    file=other.file,
+                )
 
     @property
     def optimizer_path(self) -> str:

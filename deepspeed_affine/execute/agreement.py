@@ -6,7 +6,8 @@ others' elements: the layout, the order of parameters, which states there are, t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import repeat, zip_longest
 from typing import Any
 
 from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults
@@ -14,15 +15,18 @@ from deepspeed_affine.execute.checkpoint import Checkpoint, ModelFile
 from deepspeed_affine.execute.model_file import UC_INFO
 from deepspeed_affine.execute.tensor_files import TensorFiles
 from deepspeed_affine.lowering.reading import as_mapping
-from deepspeed_affine.lowering.state_table import STEP, GroupRecord
+from deepspeed_affine.lowering.state_table import STEP, GroupRecord, Hyperparameters
 from deepspeed_affine.lowering.uc_info import UcInfo
 from deepspeed_affine.storage.files import name_of
 
-__all__ = ["check_groups", "check_model_files", "partition_numbers"]
+__all__ = ["check_groups", "check_model_files", "differing_options", "partition_numbers"]
+
+STEPS = "global_steps"
 
 
 def check_model_files(checkpoint: Checkpoint, info: UcInfo) -> None:
-    """Every model-state file records the layout ``info`` of the first one, and its data-parallel ranks one order.
+    """Every model-state file records the layout ``info`` and the step of the first one, and its data-parallel ranks one
+    order.
 
     Raises CheckpointFormatError listing every file that does not.
     """
@@ -45,6 +49,15 @@ def check_model_files(checkpoint: Checkpoint, info: UcInfo) -> None:
                 CheckpointFormatError(
                     f"{file.path}: its {UC_INFO!r} describes other layouts than that of {first.path}; every rank must "
                     "record the same. The files come from different saves: take all of them from one.",
+                    file=file.path,
+                )
+            )
+        steps, expected = (each.root.get(STEPS) for each in (file, first))
+        if type(steps) is int and type(expected) is int and steps != expected:
+            faults.add(
+                CheckpointFormatError(
+                    f"{file.path}: was saved at step {steps}, {first.path} at {expected}; one step is expected. The "
+                    "files come from different saves: take all of them from one.",
                     file=file.path,
                 )
             )
@@ -76,7 +89,8 @@ def partition_numbers(checkpoint: Checkpoint, files: TensorFiles) -> frozenset[t
 
 
 def check_groups(checkpoint: Checkpoint, files: TensorFiles, leaving: frozenset[tuple[int, str]]) -> None:
-    """Of every parameter group each optimizer file has the same states, in one precision, and the same numbers.
+    """Of every parameter group each optimizer file has the same states, in one precision, and the same numbers, and
+    each of a pipeline stage the same hyperparameters.
 
     ``leaving`` are numbers of single partitions, as ``partition_numbers`` gives them. Raises one error listing every
     file that differs from the first of its group.
@@ -92,7 +106,34 @@ def check_groups(checkpoint: Checkpoint, files: TensorFiles, leaving: frozenset[
                 _check_state(record, known, state, files)
             except AffineError as fault:
                 faults.add(fault)
+    by_stage: dict[int, Hyperparameters] = {}
+    for options in checkpoint.states.hyperparameters:
+        of_stage = by_stage.setdefault(options.shard.pp, options)
+        for group, name in differing_options(of_stage, options, files):
+            where = f"parameter group {group}, {options.file} and {of_stage.file}"
+            try:
+                files.differs(f"{where}: hyperparameter {name!r}", file=options.file)
+            except AffineError as fault:
+                faults.add(fault)
     faults.raise_if_any()
+
+
+def differing_options(one: Hyperparameters, other: Hyperparameters, files: TensorFiles) -> Iterator[tuple[int, str]]:
+    """``(group, hyperparameter)`` of everything that two files have with different values; objects are not compared."""
+    if one is other:
+        return
+    nothing: Mapping[str, Any] = {}
+    for at, (mine, theirs) in enumerate(zip_longest(one.groups, other.groups, fillvalue=nothing)):
+        for name in sorted({*mine, *theirs} - {"params"}, key=str):
+            if _differs(mine.get(name), theirs.get(name), files):
+                yield at, name
+
+
+def _differs(ours: Any, theirs: Any, files: TensorFiles) -> bool:
+    if isinstance(ours, (list, tuple)) and isinstance(theirs, (list, tuple)):
+        return len(ours) != len(theirs) or any(map(_differs, ours, theirs, repeat(files)))
+    are_plain = all(value is None or isinstance(value, str) or _is_number(value) for value in (ours, theirs))
+    return are_plain and files.number(ours) != files.number(theirs)
 
 
 def _check_state(record: GroupRecord, known: GroupRecord, state: str, files: TensorFiles) -> None:

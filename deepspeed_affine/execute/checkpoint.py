@@ -343,6 +343,8 @@ def _read_states(checkpoint: Checkpoint, reading: Reading) -> None:
             else:
                 turns = model_file.turns() if checkpoint.dp_degree > 1 else None
                 read_zero12(checkpoint.states, optimizer, place, model_file.shapes, file=file.path, turns=turns)
+            inner = optimizer["optimizer_state_dict" if checkpoint.stage == 3 else "base_optimizer_state"]
+            checkpoint.states.add_hyperparameters(shard, inner.get("param_groups"), file.path)
         except AffineError as fault:
             faults.add(fault)
     reading.settle(faults)

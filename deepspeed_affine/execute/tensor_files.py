@@ -209,10 +209,15 @@ class TensorFiles:
         """Whether two ranks' numbers are the same bytes; if not, that is refused or, where the user chose so, noted."""
         if self.number(ours) == self.number(theirs):
             return True
+        self.differs(subject, param=param, rank=rank, file=file)
+        return False
+
+    def differs(self, subject: str, *, file: str, param: str | None = None, rank: int | None = None) -> None:
+        """What every rank has to agree on is not the same: that is refused or, where the user chose so, noted."""
         fact = f"{subject} differs"
         if self.options.on_drift is OnDrift.FIRST:
             self.notes.append(f"{fact}; the first is written")
-            return False
+            return
         raise IntegrityError(
             f"{fact}; every rank must agree. One of the files belongs to another step, or a rank skipped an "
             "update: take all files from one save, or convert the first rank's value with --on-drift first.",

@@ -9,7 +9,7 @@ from typing import Any
 from deepspeed_affine.errors import CheckpointFormatError
 from deepspeed_affine.lowering.zero import Fragment
 
-__all__ = ["STEP", "GroupRecord", "ParamStates", "Place", "ShardKey", "StateTable", "StoredScalar"]
+__all__ = ["STEP", "GroupRecord", "Hyperparameters", "ParamStates", "Place", "ShardKey", "StateTable", "StoredScalar"]
 
 STEP = "step"
 """The state that counts an optimizer's steps, in every optimizer that counts them per parameter."""
@@ -73,12 +73,22 @@ class GroupRecord:
     file: str
 
 
+@dataclass(frozen=True, slots=True)
+class Hyperparameters:
+    """The parameter groups of the optimizer in one file, as they were saved."""
+
+    shard: ShardKey
+    groups: Sequence[Mapping[str, Any]]
+    file: str
+
+
 class StateTable:
     """All parameters the optimizer files know, in the order the files name them."""
 
     def __init__(self) -> None:
         self.params: dict[str, ParamStates] = {}
         self.groups: list[GroupRecord] = []
+        self.hyperparameters: list[Hyperparameters] = []
         self.empty_states: set[str] = set()
         self.stateless_groups: set[int] = set()
 
@@ -98,6 +108,11 @@ class StateTable:
         """What ``file`` holds of a group; a group without elements there says nothing and is not kept."""
         if places:
             self.groups.append(GroupRecord(group, tuple(places), states, file))
+
+    def add_hyperparameters(self, shard: ShardKey, groups: Any, file: str) -> None:
+        """What ``file`` has as parameter groups; where these are none, whoever needs them refuses the file."""
+        if isinstance(groups, (list, tuple)) and all(isinstance(group, Mapping) for group in groups):
+            self.hyperparameters.append(Hyperparameters(shard, groups, file))
 
     def add_fragment(self, at: Place, state: str, fragment: Fragment, group: int) -> None:
         self._entry(at, group).tensors.setdefault(state, {}).setdefault(at.shard, []).append(fragment)

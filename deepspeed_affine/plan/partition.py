@@ -130,7 +130,8 @@ def zero3_runs(numels: Sequence[int], dp: int, rank: int) -> tuple[list[Run], in
 def sub_group_counts(numels: Sequence[int], dp: int, size: int) -> tuple[int, ...]:
     """How many parameters each sub-group of a ZeRO-3 parameter group has, in order, with ``sub_group_size`` ``size``.
 
-    A sub-group is closed by the parameter with which a rank's part of it reaches that size.
+    A sub-group is closed by the parameter with which a rank's part of it reaches that size; a group without parameters
+    has none.
     """
     counts: list[int] = []
     held = count = 0
@@ -139,7 +140,7 @@ def sub_group_counts(numels: Sequence[int], dp: int, size: int) -> tuple[int, ..
         if held >= size:
             counts.append(count)
             held = count = 0
-    return (*counts, count) if count or not counts else tuple(counts)
+    return (*counts, count) if count else tuple(counts)
 
 
 def over_storages(outer: ParamAffineMap, intervals: Mapping[int, Sequence[tuple[int, int, int]]]) -> ParamAffineMap:

@@ -1,5 +1,6 @@
 """``ds_affine reshard``: every element where explicit concatenation, padding and cutting put it, or a refusal."""
 
+import itertools
 import json
 import os
 import random
@@ -189,6 +190,46 @@ def test_sub_groups_have_steps_of_their_own(tmp_path):
     assert len({(state["step"].storage.key) for state in states.values()}) == 4
     assert reshard(tmp_path / "out", tmp_path / "back", "--zero-stage", 1) == 0
     assert list(wrong_files(tmp_path / "back", World(dp=2), params, shards_at(World(dp=2), params), 7)) == []
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_group_of_frozen_parameters_has_no_sub_group(tmp_path, capsys, place):
+    params = params_of(frozen=False)
+    made = make(World(stage=3, dp=2), params)
+    for dp in range(2):
+        groups = made.optim(dp)["optimizer_state_dict"]["param_groups"]
+        groups.insert(place, {**groups[0], "lr": 0.5, "params": []})
+    source = made.save(tmp_path / "in")
+    assert reshard(source, tmp_path / "out", "--dp", 3) == 0
+    wanted = World(stage=3, dp=3)
+    numbered = [[0], [1]]
+    numbered.insert(place, [])
+    for dp in range(3):
+        inner = optimizer_of(tmp_path / "out", dp, 0)["optimizer_state_dict"]
+        assert [group["params"] for group in inner["param_groups"]] == numbered
+        assert inner["param_groups"][place]["lr"] == 0.5
+        # Apart from it everything is as if it were not there.
+        del inner["param_groups"][place]
+    assert reshard(tmp_path / "out", tmp_path / "back", "--dp", 2) == 0
+    assert len(model_of(tmp_path / "out", 0, 0)["param_shapes"]) == 2
+    lone = [*wrong_files(tmp_path / "out", wanted, params, shards_at(wanted, params), 7)]
+    assert [line for line in lone if "param_groups" not in line] == []
+    assert f"parameter group {place} has no parameter" in refused(capsys, tmp_path, source, "--zero-stage", 1)
+
+
+def test_pipeline_stages_keep_the_hyperparameters_they_have(tmp_path, capsys):
+    params = [replace(p, stages=(n % 2,)) for n, p in enumerate(params_of(frozen=False)) if p.group == 0]
+    made = make(World(pp=2, dp=2), params)
+    for dp in range(2):
+        made.optim(dp, 1)["base_optimizer_state"]["param_groups"][0]["lr"] = 0.25
+    source = made.save(tmp_path / "in")
+    assert reshard(source, tmp_path / "out", "--dp", 3) == 0
+    for dp, mp in itertools.product(range(3), range(2)):
+        (group,) = optimizer_of(tmp_path / "out", dp, mp)["base_optimizer_state"]["param_groups"]
+        assert group["lr"] == (0.25 if mp else 0.01)
+    others = [replace(p, stages=(0,)) for p in params]
+    like = step_zero(World(dp=1), others).save(tmp_path / "like")
+    assert "has another 'lr' than" in refused(capsys, tmp_path, source, "--like", like)
 
 
 def test_a_tied_weight_is_written_once(tmp_path):

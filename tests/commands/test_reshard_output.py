@@ -218,6 +218,32 @@ def test_contradictions_of_the_source_are_refused(tmp_path, capsys, key, value):
     assert leftovers(tmp_path / "out") == []
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_that_say_different_things_of_one_run_are_refused(tmp_path, capsys, stage):
+    """An optimizer that counts no steps leaves little else to tell the files of two saves apart."""
+    made = make(World(stage=stage, tp=2, dp=2, step=None), PARAMS)
+    groups = made.optim(1, 1)["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]["param_groups"]
+    groups[1]["betas"] = (0.9, 0.95)
+    source = made.save(tmp_path / "in")
+    assert reshard(source, tmp_path / "out", "--dp", 3) == 2
+    said = capsys.readouterr().err
+    assert "hyperparameter 'betas' differs" in said
+    assert made.optim_name(1, 1) in said
+    assert leftovers(tmp_path / "out") == []
+    assert reshard(source, tmp_path / "out", "--dp", 3, "--on-drift", "first") == 0
+    assert "hyperparameter 'betas' differs; the first is written" in capsys.readouterr().out
+    found = load_pickle(tmp_path / "out" / made.optim_name(0, 1)).root["optimizer_state_dict"]
+    inner = found["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+    assert inner["param_groups"][1]["betas"] == (0.9, 0.999)
+
+
+def test_model_state_files_of_two_steps_are_refused(tmp_path, capsys):
+    made = make(World(stage=3, dp=2, step=None), PARAMS)
+    made.model(0, 0)["global_steps"], made.model(0, 1)["global_steps"] = 10, 20
+    assert reshard(made.save(tmp_path / "in"), tmp_path / "out", "--dp", 3) == 2
+    assert "was saved at step 20" in capsys.readouterr().err
+
+
 LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))

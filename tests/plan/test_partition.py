@@ -75,7 +75,7 @@ def test_a_zero3_sub_group_is_what_is_written_out(seed):
         ([3, 3, 3], 2, 4, (2, 1)),
         ([3, 3, 3], 1, 1, (1, 1, 1)),
         ([50, 1], 1, 10, (1, 1)),
-        ([], 2, 10, (0,)),
+        ([], 2, 10, ()),
     ],
 )
 def test_sub_groups_close_with_the_parameter_that_fills_them(numels, dp, size, expected):

@@ -37,7 +37,9 @@ class Pair(LivePair):
 def _plain() -> list[Pair]:
     one, three = Case("zero1_dp2"), Case("zero3_dp2", stage=3)
     two = Case("zero2_dp2_bf16", stage=2, dtype="bf16")
-    bf16opt = Case("bf16opt_dp2", dtype="bf16", config=BF16_OPTIMIZER)
+    # It leaves no room between parameters, whatever is configured.
+    aligned = {"zero_optimization": {"parameter_alignment": True}}
+    bf16opt = Case("bf16opt_dp2", dtype="bf16", config={**BF16_OPTIMIZER, **aligned})
     groups = Case("groups", groups=2)
     frozen = Case("frozen", model_options=FROZEN)
     small = {"zero_optimization": {"sub_group_size": 70}}
