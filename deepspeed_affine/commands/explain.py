@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_affine.commands.text import say
@@ -22,7 +24,7 @@ SCALAR_STATES = (STEP,)
 """One number for a parameter, and none of its shape."""
 
 STATE_BYTES = 4
-"""Master weights and optimizer states are kept in float32."""
+"""Of a state of one element, where only a layout file tells of it: most are kept in float32."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
         raise PolicyError("--plot: draws one parameter; name it with --param.")
     if args.segments and not args.json:
         raise PolicyError("--segments: is for --json; give both.")
-    source, target = _layout(args.source), _layout(args.target)
-    plan = _plan(args, source, target)
+    (source, source_states), (target, target_states) = _layout(args.source), _layout(args.target)
+    plan = _plan(args, source, target, source_states or (None if source.states else target_states))
     if args.plot is not None:
         from deepspeed_affine.commands.picture import draw_maps
 
@@ -87,7 +89,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _layout(path: str) -> CheckpointLayout:
+def _layout(path: str) -> tuple[CheckpointLayout, dict[str, int] | None]:
+    """The layout, and where the files themselves tell it, how many bytes of states an element of a parameter has."""
     from deepspeed_affine.commands.layout_file import read_layout
     from deepspeed_affine.commands.layout_of import layout_of
     from deepspeed_affine.commands.reshard import source_options
@@ -98,9 +101,14 @@ def _layout(path: str) -> CheckpointLayout:
     if not path:
         raise PolicyError("SOURCE or TARGET: is empty; expected a path. Is a shell variable not set?")
     if os.path.isfile(path):
-        return read_layout(path)
+        return read_layout(path), None
     checkpoint = read_checkpoint(absolute(path))
-    return layout_of(checkpoint, build_plan(checkpoint, source_options())[0])
+    plan = build_plan(checkpoint, source_options())[0]
+    widths = {(task.param, task.state): task.itemsize for task in plan.gathered}
+    found: dict[str, int] = defaultdict(int)
+    for (name, _), itemsize in widths.items():
+        found[name] += itemsize
+    return layout_of(checkpoint, plan), dict(found)
 
 
 def _topology(layout: CheckpointLayout) -> dict[str, int]:
@@ -111,18 +119,18 @@ def _named(layout: CheckpointLayout) -> str:
     return f"TP {layout.tp}, PP {layout.pp}, DP {layout.dp}, ZeRO-{layout.stage}"
 
 
-def _plan(args: argparse.Namespace, source: CheckpointLayout, target: CheckpointLayout) -> ModelPlan:
+def _plan(
+    args: argparse.Namespace, source: CheckpointLayout, target: CheckpointLayout, known_states: Mapping[str, int] | None
+) -> ModelPlan:
     from deepspeed_affine.plan.model import plan_model
     from deepspeed_affine.plan.placing import checkpoint_placements
     from deepspeed_affine.storage.dtypes import item_size
 
     listed = source.states if source.states is not None else target.states or ()
     states = 1 + len([state for state in listed if state not in SCALAR_STATES])
-    sizes = {
-        name: STATE_BYTES * states if args.what == "states" else item_size(param.dtype)
-        for name, param in source.params.items()
-    }
-    sizes = {**{name: item_size(param.dtype) for name, param in target.params.items()}, **sizes}
+    sizes = {name: item_size(param.dtype) for each in (target, source) for name, param in each.params.items()}
+    if args.what == "states":
+        sizes = {name: (known_states or {}).get(name, STATE_BYTES * states) for name in sizes}
     placed = [checkpoint_placements(each, args.what, sizes) for each in (source, target)]
     wanted = placed[1]
     if args.param is not None:

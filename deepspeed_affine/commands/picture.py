@@ -73,7 +73,7 @@ def draw_maps(path: str, name: str, sides: Sequence[tuple[ParamAffineMap, str]])
         ) from error
     figure = Figure(figsize=(6 * len(sides), 5), layout="constrained")
     colors = matplotlib.colormaps["tab20"]
-    figure.suptitle(name)
+    figure.suptitle(name, parse_math=False)
     for number, (layout, label) in enumerate(sides, 1):
         picture, sets = held_by(layout)
         axes: Any = figure.add_subplot(1, len(sides), number)

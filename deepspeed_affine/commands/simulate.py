@@ -14,6 +14,9 @@ __all__ = ["add_arguments", "run"]
 
 FORMAT = 1
 
+MOST_SHARDS = 1 << 24
+"""What one side may have of all parameters together: 10,000 parameters on 1,600 processes, some gigabytes of plan."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -61,6 +64,13 @@ def run(args: argparse.Namespace) -> int:
         raise PolicyError(f"--host-ranks {args.host_ranks}: expected 1 or more, or 0 for no machines.")
     source, target = Topology.parse(args.source), Topology.parse(args.target)
     tensors = _tensors(args.model)
+    for option, topology in (("--source", source), ("--target", target)):
+        shards = max(len(tensors) * topology.tp * topology.dp, topology.world)
+        if shards > MOST_SHARDS:
+            raise PolicyError(
+                f"{option} {topology}: makes {shards:,} shards of {counted(len(tensors), 'parameter')}; expected "
+                f"{MOST_SHARDS:,} at the most. Give fewer ranks, or a model of fewer tensors."
+            )
     place, width = (
         (state_placements, args.state_bytes) if args.what == "states" else (weight_placements, args.weight_bytes)
     )

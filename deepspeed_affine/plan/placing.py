@@ -13,7 +13,7 @@ from typing import Literal
 from deepspeed_affine.ir import ParamAffineMap
 from deepspeed_affine.plan.checkpoint_layout import CheckpointLayout
 from deepspeed_affine.plan.model import Placement
-from deepspeed_affine.plan.partition import over_storages, reserved_numel
+from deepspeed_affine.plan.partition import Run, over_storages, reserved_numel
 
 __all__ = ["Content", "checkpoint_placements"]
 
@@ -30,12 +30,13 @@ def checkpoint_placements(
     """Where every parameter lies: ``weights`` on all data-parallel ranks (ZeRO-3: cut), ``states`` cut over them.
 
     ``itemsizes`` are bytes of an element by parameter, for states of all states together. Parameters on several
-    pipeline stages (tied ones) are on each. Frozen parameters and buffers have no states.
+    pipeline stages (tied ones) are on each, experts on the data-parallel ranks that have them. Frozen parameters and
+    buffers have no states.
     """
     if content == "weights" and layout.stage != 3:
         return {name: Placement(layout.params[name].layout, held, itemsizes[name]) for name, held in _copies(layout)}
     parts: dict[str, list[Part]] = defaultdict(list)
-    for name, part in _parts(layout):
+    for name, part in _parts(layout, frozen=content == "weights"):
         parts[name].append(part)
     placements = {name: Placement.own(_cut(layout, name, rows), itemsizes[name]) for name, rows in parts.items()}
     if content == "weights":
@@ -52,31 +53,40 @@ def _process(layout: CheckpointLayout, mp: int, dp: int) -> int:
 def _copies(layout: CheckpointLayout) -> Iterator[tuple[str, dict[int, tuple[int, ...]]]]:
     found: dict[str, dict[int, list[int]]] = {}
     for mp, rank in enumerate(layout.ranks):
-        names = dict.fromkeys([*rank.optimized, *(rank.names or ())])
-        for name in names:
-            if name not in rank.aliases:
-                held = found.setdefault(name, {}).setdefault(mp % layout.tp, [])
-                held += [_process(layout, mp, dp) for dp in range(layout.dp)]
+        for name in dict.fromkeys([*rank.optimized, *(rank.names or ())]):
+            if name in rank.aliases:
+                continue
+            expert = layout.expert_layer((name,)) is not None
+            for dp in range(layout.dp):
+                held = layout.held_by((name,), dp)[0][0] if expert else name
+                found.setdefault(held, {}).setdefault(mp % layout.tp, []).append(_process(layout, mp, dp))
     for name, by_location in found.items():
-        if set(by_location) == set(layout.params[name].layout.ranks):
-            yield name, {location: tuple(ranks) for location, ranks in sorted(by_location.items())}
+        yield name, {location: tuple(ranks) for location, ranks in sorted(by_location.items())}
 
 
-def _parts(layout: CheckpointLayout) -> Iterator[tuple[str, Part]]:
+def _parts(layout: CheckpointLayout, *, frozen: bool) -> Iterator[tuple[str, Part]]:
+    """What is cut over data-parallel ranks. ZeRO-3 cuts ``frozen`` parameters too, though no optimizer has them."""
     for mp, rank in enumerate(layout.ranks):
         tp = mp % layout.tp
+        if layout.stage == 3:
+            others = [name for name in rank.names or () if frozen and name not in rank.aliases]
+            names = [*rank.optimized, *[name for name in others if layout.params[name].kind == "frozen"]]
+            for name in names:
+                numel = layout.params[name].shard_numel(tp)
+                reserved = reserved_numel(numel, layout.dp)
+                for dp in range(layout.dp):
+                    start, stop = dp * reserved, min((dp + 1) * reserved, numel)
+                    if start < stop:
+                        yield name, (tp, _process(layout, mp, dp), start, stop)
+            continue
         for number, group in enumerate(rank.groups):
-            if layout.stage == 3:
-                for name in group:
-                    numel = layout.params[name].shard_numel(tp)
-                    reserved = reserved_numel(numel, layout.dp)
-                    for dp in range(layout.dp):
-                        start, stop = dp * reserved, min((dp + 1) * reserved, numel)
-                        if start < stop:
-                            yield name, (tp, _process(layout, mp, dp), start, stop)
-            else:
-                for dp, run in layout.flat_group(mp, number).runs():
-                    yield group[run.index], (tp, _process(layout, mp, dp), run.start, run.start + run.numel)
+            runs: dict[int, list[Run]] = defaultdict(list)
+            for place, run in layout.flat_group(mp, number).runs():
+                runs[place].append(run)
+            for dp in range(layout.dp):
+                names_there, place, _ = layout.held_by(group, dp)
+                for run in runs[place]:
+                    yield names_there[run.index], (tp, _process(layout, mp, dp), run.start, run.start + run.numel)
 
 
 def _cut(layout: CheckpointLayout, name: str, parts: list[Part]) -> ParamAffineMap:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,7 +57,11 @@ def model_tensors(description: object) -> list[Tensor]:
         return llama_tensors(description)
     if not isinstance(listed, list) or not listed:
         raise PolicyError(f"the model's tensors are {shown(listed)}; expected a list of one or more.")
-    return [_tensor(entry, number / len(listed)) for number, entry in enumerate(listed)]
+    found = [_tensor(entry, number / len(listed)) for number, entry in enumerate(listed)]
+    twice = next((name for name, count in Counter([each.name for each in found]).items() if count > 1), None)
+    if twice is not None:
+        raise PolicyError(f"the model's tensors name {shown(twice)} twice; expected one of a name.")
+    return found
 
 
 def _tensor(entry: object, place: float) -> Tensor:

@@ -57,6 +57,18 @@ def test_weights_of_every_copy(two, capsys):
     assert one["moved_bytes"] + one["local_bytes"] == 4 * 7 * width
 
 
+def test_every_parameter_counts_with_the_states_it_has(tmp_path, capsys):
+    """Muon's kind: one group has a momentum, the other Adam's two moments."""
+    one, other = random_full((6, 4), 5), random_full((9,), 6)
+    params = [
+        Param("hidden.weight", one, REPLICATED, states={"momentum_buffer": random_full((6, 4), 7)}),
+        Param("bias", other, REPLICATED, group=1),
+    ]
+    folder = saved(tmp_path, "mixed", World(stage=1, tp=1, dp=2), params)
+    found = explained(capsys, folder, folder)
+    assert (found["moved_bytes"], found["local_bytes"]) == (0, 24 * 8 + 9 * 12)
+
+
 def test_text_for_a_person(two, capsys):
     assert ds_affine(["explain", *two]) == 0
     said = capsys.readouterr().out
@@ -119,6 +131,12 @@ def test_a_picture_is_written(two, tmp_path, capsys):
     picture = tmp_path / "map.png"
     assert ds_affine(["explain", *two, "--param", "b.weight", "--plot", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_name_is_drawn_as_it_is(tmp_path):
+    file = tmp_path / "x.png"
+    draw_maps(str(file), r"a$\frac$b$_{$", [(replicated_map((2, 2), 1), "one")])
+    assert file.read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
@@ -187,6 +205,13 @@ def test_a_simulation_of_thousands_of_ranks(capsys):
     assert states["moved_bytes"] + states["local_bytes"] == total * 12
 
 
+def test_two_tensors_of_one_name_are_refused(tmp_path, capsys):
+    file = tmp_path / "model.json"
+    file.write_text(json.dumps({"tensors": [{"name": "w", "shape": [4]}, {"name": "w", "shape": [8]}]}))
+    assert ds_affine(["simulate", "--model", str(file), "--source", "tp2", "--target", "tp4"]) == 2
+    assert "'w' twice" in capsys.readouterr().err
+
+
 def test_a_model_of_ones_own(tmp_path, capsys):
     file = tmp_path / "model.json"
     file.write_text(json.dumps({"tensors": [{"name": "w", "shape": [64, 64], "axis": 0}]}))
@@ -202,6 +227,9 @@ def test_a_model_of_ones_own(tmp_path, capsys):
         (["--model", "gpt-9"], "known are"),
         (["--model", "."], "cannot be read"),
         (["--source", "tp2,tp2"], "each once"),
+        (["--target", "dp999999"], "shards"),
+        (["--source", "tp999999,pp999999,dp999999"], "shards"),
+        (["--target", "pp999999,dp999"], "shards"),
         (["--weight-bytes", "0"], "--weight-bytes"),
         (["--host-ranks", "-1"], "--host-ranks"),
     ],

@@ -113,6 +113,12 @@ def test_weights_lie_on_every_copy_or_are_cut(case):
     if layout.stage == 3:
         cut = {name: place for name, place in found.items() if name != "frozen"}
         assert placed(cut) == expected_states(layout)
+        # ZeRO-3 cuts what is frozen as well.
+        for location, ranks in found["frozen"].holders.items():
+            assert len(ranks) == 1
+            part = -(-layout.params["frozen"].shard_numel(ranks[0] % layout.tp) // layout.dp)
+            assert 0 < found["frozen"].layout.shard_numel(location) <= part
+        assert {at for mine in placed({"frozen": found["frozen"]}).values() for _, at in mine} == set(range(16))
         return
     wanted = {}
     for mp, rank in enumerate(layout.ranks):
@@ -129,3 +135,29 @@ def test_a_tied_parameter_of_two_stages_has_the_processes_of_both():
     place = checkpoint_placements(layout_of(2, 2, 2, 1), "weights", dict.fromkeys(model(2), 2))["a"]
     assert place.holders == {0: (0, 2, 4, 6), 1: (1, 3, 5, 7)}
     assert isinstance(place.layout, ParamAffineMap)
+
+
+@pytest.mark.parametrize("data_before_expert", [False, True])
+def test_experts_lie_on_the_processes_that_have_them(data_before_expert):
+    """Four experts on two expert-parallel ranks of four processes: every process has two of them, and all the rest."""
+    shapes = {"dense": (5,), **{f"moe.{number}.w": (3, 3) for number in range(4)}}
+    params = {name: LayoutParam(replicated_map(shape, 1), "float32") for name, shape in shapes.items()}
+    rank = LayoutRank(("dense",), (("dense",), ("moe.0.w", "moe.1.w")))
+    layout = CheckpointLayout(
+        1, 1, 4, 1, params, (rank,), experts={"moe.": (4, 2)}, data_before_expert=data_before_expert
+    )
+    first, second = ((0, 1), (2, 3)) if data_before_expert else ((0, 2), (1, 3))
+    weights = checkpoint_placements(layout, "weights", dict.fromkeys(params, 4))
+    assert {name: place.holders[0] for name, place in weights.items()} == {
+        **{"dense": (0, 1, 2, 3), "moe.0.w": first, "moe.1.w": first},
+        **{"moe.2.w": second, "moe.3.w": second},
+    }
+    # Two processes share each pair of experts: 18 elements end to end, cut into 10 (an even number) and 8.
+    found = placed(checkpoint_placements(layout, "states", dict.fromkeys(params, 12)))
+    for (one, other), (a, b) in ((first, ("moe.0.w", "moe.1.w")), (second, ("moe.2.w", "moe.3.w"))):
+        flat = [(a, at) for at in range(9)] + [(b, at) for at in range(9)]
+        assert [each for each in found[one] if each[0] != "dense"] == flat[:10]
+        assert [each for each in found[other] if each[0] != "dense"] == flat[10:]
+    assert sorted(each for mine in found.values() for each in mine if each[0] == "dense") == [
+        ("dense", at) for at in range(5)
+    ]
