@@ -175,6 +175,11 @@ def _folders(args: argparse.Namespace) -> tuple[str, str]:
     source, target = absolute(args.input_folder), absolute(args.output_folder)
     if source == target:
         raise PolicyError(f"{target}: is both input and output folder; give the output a folder of its own.")
+    if f"{target}/".startswith(f"{source.rstrip('/')}/"):
+        raise PolicyError(
+            f"{target}: lies in the input folder, where 'latest' would be written among its files; give the output a "
+            "folder apart from it."
+        )
     if is_url(target):
         raise UnsupportedLayoutError(
             f"{target}: is a URL; DeepSpeed loads an ordinary checkpoint from a local folder. Give a local path."

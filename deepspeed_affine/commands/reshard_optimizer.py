@@ -26,6 +26,7 @@ ONLY_ZERO12 = (
     *("base_optimizer_state", "single_partition_of_fp32_groups", "group_paddings", PADDINGS, "clip_grad"),
     *("param_slice_mappings", "ds_version", UC_INFO),
 )
+SCALER = ("loss_scaler", "dynamic_loss_scale", "overflow")
 ONLY_ZERO3 = ("optimizer_state_dict", "fp32_flat_groups", "ds_zero_partition_groups")
 
 
@@ -134,6 +135,8 @@ class _OptimizerFile:
 
     def _common(self, old: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
         """What the two kinds of file have in common and is carried over, or made where the old kind has none."""
+        if self.source.layout.scales_loss and not self.target.scales_loss:
+            without = [*without, *SCALER]
         kept = {key: value for key, value in old.items() if key not in without}
         if self.target.bf16_optimizer:
             return kept

@@ -153,6 +153,12 @@ def _differences(source: ReshardSource, target: CheckpointLayout) -> Iterator[tu
                 "the checkpoint; expected a layout of the same model.",
             )
     yield from _group_differences(layout, target)
+    if target.scales_loss and not layout.scales_loss:
+        yield (
+            None,
+            "its run trains in float16 and that of the checkpoint does not, so that no loss scale is stored to go on "
+            "from; expected one precision. Load it with deepspeed_affine.load_checkpoint, which keeps the engine's.",
+        )
     if layout.states is not None and target.states is not None and layout.states != target.states:
         yield (
             None,
@@ -223,6 +229,8 @@ def reshard_plan(
     if not same_cut:
         source.require_one_set_of_hyperparameters()
     notes = _scaled(source, target, scaled) if not same_cut else []
+    if source.layout.scales_loss and not target.scales_loss:
+        notes.append("the loss scaler of float16 is left out: the target's run scales no loss")
     objects = (
         *model_files(source, target, same_cut=same_cut),
         *optimizer_files(source, target, same_cut=same_cut),

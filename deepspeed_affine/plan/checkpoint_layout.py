@@ -194,6 +194,11 @@ class CheckpointLayout:
             yield UnsupportedLayoutError("ZeRO-3 with a mixture of experts: DeepSpeed's own layers have ZeRO-1 and 2.")
 
     @property
+    def scales_loss(self) -> bool:
+        """Whether the run trains in float16, whose loss scaler its optimizer files hold."""
+        return any(param.kind == "optimized" and param.dtype == "float16" for param in self.params.values())
+
+    @property
     def ep(self) -> int:
         """The largest expert-parallel degree of a layer."""
         return max((count // local for count, local in self.experts.values()), default=1)

@@ -306,6 +306,8 @@ def test_options_that_say_nothing_or_contradict(tmp_path, capsys):
     assert "only ZeRO-3 has sub-groups" in refused(capsys, tmp_path, source, "--dp", 3, "--sub-group-size", 5)
     assert "cannot be read" in refused(capsys, tmp_path, source, "--layout", tmp_path / "absent.json")
     assert "is a URL" in _refused_url(capsys, source)
+    assert reshard(source, tmp_path / "in" / "made", "--dp", 3) == 2
+    assert "lies in the input folder" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         reshard(source, tmp_path / "x", "--like", "a", "--layout", "b")
     with pytest.raises(SystemExit):
@@ -348,6 +350,25 @@ def test_a_like_of_another_model_is_refused_with_every_difference(tmp_path, caps
     ):
         assert line in said
     assert len(said.strip().splitlines()) == 5
+
+
+def test_a_loss_scaler_goes_with_float16_alone(tmp_path, capsys):
+    params = params_of(frozen=False)
+    made = make(World(dp=2, module_dtype=torch.float16), params)
+    for dp in range(2):
+        made.optim(dp).update(dynamic_loss_scale=True)
+        made.optim(dp)["loss_scaler"].cur_scale = 4096.0
+    half = made.save(tmp_path / "half")
+    like = step_zero(World(dp=1, module_dtype=torch.bfloat16), params).save(tmp_path / "like")
+    assert reshard(half, tmp_path / "same", "--dp", 3) == 0
+    assert optimizer_of(tmp_path / "same", 0, 0)["loss_scaler"].cur_scale == 4096.0
+    for stage in (1, 3):
+        assert reshard(half, tmp_path / f"out{stage}", "--like", like, "--zero-stage", stage) == 0
+        assert "loss scaler of float16 is left out" in capsys.readouterr().out
+        found = optimizer_of(tmp_path / f"out{stage}", 0, 0)
+        assert (found["loss_scaler"].cur_scale, found["dynamic_loss_scale"]) == (1.0, False)
+    # Gradients of float16 that nothing scales would vanish without a word.
+    assert "no loss scale is stored" in refused(capsys, tmp_path, like, "--like", half)
 
 
 def test_another_optimizer_is_refused(tmp_path, capsys):
