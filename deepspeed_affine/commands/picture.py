@@ -89,11 +89,10 @@ def draw_maps(path: str, name: str, sides: Sequence[tuple[ParamAffineMap, str]])
         if handles:
             axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     try:
-        figure.savefig(path)
+        # Told the format, matplotlib writes that very file; otherwise it appends an ending where there is none.
+        figure.savefig(path, format=os.path.splitext(path)[1][1:] or "png")
     except (OSError, ValueError) as error:
         raise PolicyError(f"--plot {path}: cannot be written ({error}). Give a .png in a folder there is.") from error
-    if not os.path.isfile(path):
-        raise PolicyError(f"--plot {path}: was not written; expected a file name such as map.png.")
 
 
 def _named(holders: tuple[int, ...]) -> str:

@@ -108,12 +108,16 @@ def test_two_paddings_of_a_vocabulary(tmp_path, capsys):
         (["--param", "nothing"], "nothing"),
         (["--param", "norm", "--plot", "no/such/folder/x.png"], "cannot be written"),
         (["--param", "norm", "--plot", "x.unknown"], "cannot be written"),
+        (["--param", "norm", "--plot", ""], "cannot be written"),
+        (["--param", "norm", "--plot", "."], "cannot be written"),
     ],
 )
 def test_refusals(two, tmp_path, monkeypatch, capsys, arguments, said):
     monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
     assert ds_affine(["explain", *two, *arguments]) == 2
     assert said in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_what_is_no_checkpoint(two, tmp_path, capsys):
@@ -134,7 +138,7 @@ def test_a_picture_is_written(two, tmp_path, capsys):
 
 
 def test_a_name_is_drawn_as_it_is(tmp_path):
-    file = tmp_path / "x.png"
+    file = tmp_path / "no_ending"
     draw_maps(str(file), r"a$\frac$b$_{$", [(replicated_map((2, 2), 1), "one")])
     assert file.read_bytes().startswith(b"\x89PNG")
 
