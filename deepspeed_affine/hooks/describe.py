@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -36,7 +36,7 @@ class _Optimizer:
     dp: int
     stage: int
     groups: Groups
-    sub_groups: tuple[tuple[int, int], ...]
+    sub_group_size: int
     bf16: bool
     alignment: int
     hyperparameters: tuple[tuple[str, ...], ...] | None
@@ -112,7 +112,7 @@ def _described(
         params[name] = LayoutParam(replicated_map(shapes[0], group.degree), _dtype(buffers[name]), "buffer")
     # Pipeline layer files hold the module then, under names of their own.
     names = None if hasattr(model, "forward_funcs") else tuple(_entries(model, {*params, *aliases}))
-    mine = LayoutRank(names, optimizer.groups, aliases, optimizer.sub_groups)
+    mine = LayoutRank(names, optimizer.groups, aliases)
     stages = over_stages((params, mine), model, mpu)
     layout = CheckpointLayout(
         tp=group.degree,
@@ -120,7 +120,11 @@ def _described(
         dp=optimizer.dp,
         stage=optimizer.stage,
         params={name: param for known, _ in stages for name, param in known.items()},
-        ranks=tuple(rank for _, rank in stages for _ in range(group.degree)),
+        ranks=tuple(
+            replace(rank, sub_groups=_sub_groups(optimizer, known, tp))
+            for known, rank in stages
+            for tp in range(group.degree)
+        ),
         bf16_optimizer=optimizer.bf16,
         prefix="bf16_" if _trains_in_bf16(model, engine) else "",
         param_alignment=optimizer.alignment,
@@ -133,6 +137,15 @@ def _described(
     return layout_document(layout)
 
 
+def _sub_groups(optimizer: _Optimizer, params: Mapping[str, LayoutParam], tp: int) -> tuple[tuple[int, int], ...]:
+    """Those of one tensor-parallel rank: ranks that hold parts of other sizes close theirs elsewhere."""
+    if optimizer.stage != 3:
+        return ()
+    numels = [[params[name].shard_numel(tp) for name in names] for names in optimizer.groups]
+    counts = [sub_group_counts(group, optimizer.dp, optimizer.sub_group_size) for group in numels]
+    return tuple((at, count) for at, found in enumerate(counts) for count in found)
+
+
 # ---------------------------------------------------------------- the optimizer
 
 
@@ -142,7 +155,6 @@ def _of_engine(engine: Any, names: Mapping[int, str]) -> _Optimizer:
     if stage == 0 or optimizer is None:
         raise UnsupportedLayoutError("describe: the engine runs without ZeRO; ZeRO stage 1, 2 or 3 is expected.")
     bf16 = any(kind.__name__ == "BF16_Optimizer" for kind in type(optimizer).__mro__)
-    sub_groups: tuple[tuple[int, int], ...] = ()
     if stage == 3:
         owners = optimizer.sub_group_to_group_id
         listed = [(int(owners[at]), _names(group, names)) for at, group in enumerate(optimizer.fp16_groups)]
@@ -150,7 +162,6 @@ def _of_engine(engine: Any, names: Mapping[int, str]) -> _Optimizer:
             tuple(name for owner, members in listed if owner == number for name in members)
             for number in range(len(optimizer.optimizer.param_groups))
         ]
-        sub_groups = tuple((owner, len(members)) for owner, members in listed)
     else:
         low = optimizer.bf16_groups if bf16 else optimizer.bit16_groups
         groups = [_names(group, names) for group in low]
@@ -169,7 +180,7 @@ def _of_engine(engine: Any, names: Mapping[int, str]) -> _Optimizer:
         dp=int(engine.seq_dp_world_size),
         stage=stage,
         groups=tuple(groups),
-        sub_groups=sub_groups,
+        sub_group_size=int(getattr(optimizer, "sub_group_size", SUB_GROUP_SIZE)),
         bf16=bf16,
         alignment=aligned_elements(itemsize) if aligned else 1,
         hyperparameters=tuple(tuple(sorted(set(group) - {"params"})) for group in inner.param_groups),
@@ -196,11 +207,7 @@ def _of_model(
             )
         # DeepSpeed's optimizers own nothing that takes no gradient or has no elements.
         listed.append(tuple(name for name in found if params[name].requires_grad and _numel(params[name])))
-    sub_groups: tuple[tuple[int, int], ...] = ()
-    if stage == 3:
-        counts = [sub_group_counts([_numel(params[name]) for name in group], dp, sub_group_size) for group in listed]
-        sub_groups = tuple((at, count) for at, found in enumerate(counts) for count in found)
-    return _Optimizer(dp, stage, tuple(listed), sub_groups, bf16 and stage == 1, 1, None, None)
+    return _Optimizer(dp, stage, tuple(listed), sub_group_size, bf16 and stage == 1, 1, None, None)
 
 
 def _names(params: Sequence[torch.Tensor], names: Mapping[int, str]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from torch import nn
 
 import deepspeed_affine
 from deepspeed_affine.errors import PolicyError
-from deepspeed_affine.ir import contiguous_split_map
+from deepspeed_affine.ir import contiguous_split_map, replicated_map
 from deepspeed_affine.plan.layout_document import read_layout_document
 
 
@@ -98,6 +98,23 @@ def test_what_it_says_of_every_tensor():
     assert "scratch" not in layout.params
     assert layout.ranks[0].sub_groups == ((0, 5), (0, 1))
     assert layout.ranks[0].names == tuple(meta().state_dict())
+
+
+def test_ranks_that_hold_parts_of_other_sizes_close_their_sub_groups_elsewhere():
+    """Rank 0 holds 24 elements of ``up``, rank 1 has 6: with 20 a sub-group the one closes it and the other goes on."""
+    cut = contiguous_split_map((5, 6), (4, 1), 0)
+    info = {
+        "affine_map": {
+            "version": 1,
+            "params": {r"^weight$": cut.to_dict(), r"^bias$": replicated_map((4,), 2).to_dict()},
+        }
+    }
+    with torch.device("meta"):
+        model = nn.Linear(6, 4)
+    layout = read_layout_document(
+        deepspeed_affine.describe(model, dp=1, zero_stage=3, sub_group_size=20, info=info, mpu=mpu(2))
+    )
+    assert [rank.sub_groups for rank in layout.ranks] == [((0, 1), (0, 1)), ((0, 2),)]
 
 
 def test_tied_weights_are_aliases():
