@@ -190,7 +190,8 @@ def plan_model(
     limits: PlanBudget | None = None,
     bound: bool = False,
 ) -> ModelPlan:
-    """Return the copies that move every parameter of ``target`` from where ``source`` has it; deterministic.
+    """Return the copies that move every parameter of ``target`` from where ``source`` has it; deterministic, whatever
+    the order of either.
 
     ``hosts`` (process to machine) makes a process of the target's own machine be preferred. ``valid_rows`` has the real
     height of vocabularies whose padding differs. Small regions that one target needs from the same holders are
@@ -202,6 +203,8 @@ def plan_model(
     budget = limits or PlanBudget()
     check_policy(policy)
     check_sides(target, source)
+    # Ties between senders go by the order of parameters, which is to be the same in every process.
+    target = {name: target[name] for name in sorted(target)}
     known: dict[tuple[ParamAffineMap, ParamAffineMap, int | None], _Geometry] = {}
     geometry: dict[str, _Geometry] = {}
     for name, placement in target.items():

@@ -149,6 +149,11 @@ def test_a_plan_is_data_and_deterministic():
     random.Random(3).shuffle(shuffled)
     again = plan_model(target, dict(shuffled))
     assert again == plan
+    # Two equal regions and three equal holders: who sends which depends on the names alone.
+    ties = [Tensor(name, (3 << 18, 4), None, 0, 0.0) for name in "abcde"]
+    wide, narrow = (weight_placements(ties, Topology(1, 1, dp, 0), 4) for dp in (3, 2))
+    straight = plan_model(narrow, wide, same_ranks=False)
+    assert plan_model(dict(reversed(narrow.items())), wide, same_ranks=False) == straight
     assert again.plan_id() == plan.plan_id()
     read = ModelPlan.from_dict(json.loads(json.dumps(plan.to_dict())))
     assert read == plan
