@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from deepspeed_affine.errors import CheckpointFormatError, UnsupportedLayoutError
-from deepspeed_affine.execute.agreement import check_groups, differing_options, partition_numbers
+from deepspeed_affine.execute.agreement import check_groups, partition_numbers, require_one_set_of_hyperparameters
 from deepspeed_affine.execute.checkpoint import Checkpoint
 from deepspeed_affine.execute.model_file import ModelFile
 from deepspeed_affine.execute.tensor_files import ConversionOptions, TensorFiles, source_storage
@@ -167,15 +167,8 @@ class ReshardSource:
 
     def require_one_set_of_hyperparameters(self) -> None:
         """All pipeline stages have the same; those of stages that differ belong to no other cut."""
-        first, *others = self.checkpoint.states.hyperparameters
-        for other in others:
-            for group, name in differing_options(first, other, self._numbers):
-                raise UnsupportedLayoutError(
-                    f"{other.file}: parameter group {group} has another {name!r} than in {first.file}, of another "
-                    "pipeline stage; one value is expected where the model is cut anew. Keep the pipeline stages as "
-                    "they are.",
-                    file=other.file,
-                )
+        advice = "Keep the model cut as it is, or load it in DeepSpeed, set one value and save again."
+        require_one_set_of_hyperparameters(self.checkpoint, self._numbers, advice)
 
     @property
     def optimizer_path(self) -> str:

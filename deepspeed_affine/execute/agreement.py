@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from itertools import repeat, zip_longest
 from typing import Any
 
-from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults
+from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults, UnsupportedLayoutError
 from deepspeed_affine.execute.checkpoint import Checkpoint, ModelFile
 from deepspeed_affine.execute.model_file import UC_INFO
 from deepspeed_affine.execute.tensor_files import TensorFiles
@@ -19,7 +19,7 @@ from deepspeed_affine.lowering.state_table import STEP, GroupRecord, Hyperparame
 from deepspeed_affine.lowering.uc_info import UcInfo
 from deepspeed_affine.storage.files import name_of
 
-__all__ = ["check_groups", "check_model_files", "differing_options", "partition_numbers"]
+__all__ = ["check_groups", "check_model_files", "partition_numbers", "require_one_set_of_hyperparameters"]
 
 STEPS = "global_steps"
 
@@ -109,7 +109,7 @@ def check_groups(checkpoint: Checkpoint, files: TensorFiles, leaving: frozenset[
     by_stage: dict[int, Hyperparameters] = {}
     for options in checkpoint.states.hyperparameters:
         of_stage = by_stage.setdefault(options.shard.pp, options)
-        for group, name in differing_options(of_stage, options, files):
+        for group, name in _differing_options(of_stage, options, files):
             where = f"parameter group {group}, {options.file} and {of_stage.file}"
             try:
                 files.differs(f"{where}: hyperparameter {name!r}", file=options.file)
@@ -118,7 +118,19 @@ def check_groups(checkpoint: Checkpoint, files: TensorFiles, leaving: frozenset[
     faults.raise_if_any()
 
 
-def differing_options(one: Hyperparameters, other: Hyperparameters, files: TensorFiles) -> Iterator[tuple[int, str]]:
+def require_one_set_of_hyperparameters(checkpoint: Checkpoint, files: TensorFiles, advice: str) -> None:
+    """Every pipeline stage has the same; UnsupportedLayoutError with ``advice`` where one was given others."""
+    records = checkpoint.states.hyperparameters
+    for record in records:
+        for group, name in _differing_options(records[0], record, files):
+            raise UnsupportedLayoutError(
+                f"{record.file}: parameter group {group} has another {name!r} than in {records[0].file}, of another "
+                f"pipeline stage; one value is expected. {advice}",
+                file=record.file,
+            )
+
+
+def _differing_options(one: Hyperparameters, other: Hyperparameters, files: TensorFiles) -> Iterator[tuple[int, str]]:
     """``(group, hyperparameter)`` of everything that two files have with different values; objects are not compared."""
     if one is other:
         return

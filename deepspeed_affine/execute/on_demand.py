@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from deepspeed_affine.errors import Faults, IntegrityError
-from deepspeed_affine.execute.agreement import check_groups
+from deepspeed_affine.execute.agreement import check_groups, require_one_set_of_hyperparameters
 from deepspeed_affine.execute.checkpoint import Checkpoint
 from deepspeed_affine.execute.conversion import ConversionOptions, PlanBuilder
 from deepspeed_affine.execute.gather import PieceReader
@@ -94,6 +94,11 @@ class OnDemand:
     def drift(self, name: str) -> list[Drift]:
         """Every two holders of the same elements of ``name`` whose bytes differ; all copies are read."""
         return [drift for task in self.tensors(name).values() for drift in measure_drift(task, self.pieces)]
+
+    def require_one_set_of_hyperparameters(self) -> None:
+        """The parameter groups of all pipeline stages have the same; UnsupportedLayoutError where they differ."""
+        advice = "Say load_optimizer_states=False, or load it in DeepSpeed with the same pipeline stages."
+        require_one_set_of_hyperparameters(self.checkpoint, self._builder.files, advice)
 
     def _plan(self, name: str | None) -> None:
         """``name`` is planned; without one, everything that only the module holds and is not planned."""

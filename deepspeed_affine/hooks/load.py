@@ -230,6 +230,7 @@ class _Load:
                 live = self.lives.get(name)
                 members[group_index(partition)] |= {name, live.universal if live is not None else name}
         try:
+            self.offered.check_hyperparameters()
             self.groups = match_groups(groups, members, self.offered.param_groups, self.offered.group_names)
         except AffineError as fault:
             faults.add(fault)

@@ -109,6 +109,9 @@ class Offered:
     def check_copies(self, names: Collection[str], faults: Faults) -> None:
         """Note every parameter of ``names`` of which the files hold copies that differ: here there is one of each."""
 
+    def check_hyperparameters(self) -> None:
+        """The saved parameter groups have one value of each hyperparameter: here there is one of each."""
+
     # ---------------------------------------------------------------- model-state files
 
     @cached_property

@@ -83,6 +83,10 @@ class OrdinaryOffered(Offered):
         found = (self.model.module or {}).get(name)
         return found if isinstance(found, TensorRef) else None
 
+    def check_hyperparameters(self) -> None:
+        """As ``Offered.check_hyperparameters``; UnsupportedLayoutError where pipeline stages were given others."""
+        self.source.require_one_set_of_hyperparameters()
+
     def check_copies(self, names: Collection[str], faults: Faults) -> None:
         """As ``Offered.check_copies``; the ranks of the job share the names, and read all copies of their share."""
         rank, count = _place()

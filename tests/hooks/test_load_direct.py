@@ -362,3 +362,15 @@ def test_a_pipeline_without_zero_says_what_to_do(tmp_path):
         synthetic.save(root, folder / f"mp_rank_{mp:02d}_model_states.pt")
         synthetic.save({"weight": torch.zeros(3)}, folder / f"layer_0{mp}-model_states.pt")
     unchanged_by(whole(), folder, kind=UnsupportedLayoutError, match="saved by a pipeline engine without ZeRO")
+
+
+def test_pipeline_stages_with_hyperparameters_of_their_own_are_not_mixed(tmp_path):
+    made = saved_in(WORLDS["bf16opt_pp2_tp2_dp2"])
+    for dp, mp in ((0, 2), (0, 3), (1, 2), (1, 3)):
+        made.optim(dp, mp)["base_optimizer_state"]["param_groups"][0]["lr"] = 0.25
+    made.save(tmp_path / "stages")
+    options = {"missing": "ignore"}
+    unchanged_by(whole(), tmp_path / "stages", kind=UnsupportedLayoutError, match="has another 'lr'", **options)
+    engine = whole()
+    deepspeed_affine.load_checkpoint(engine, tmp_path / "stages", load_optimizer_states=False, **options)
+    assert torch.equal(engine.module.up.bias, made.truth["up.bias", "fp32"])
