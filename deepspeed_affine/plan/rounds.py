@@ -26,12 +26,20 @@ def rounds(counts: Mapping[Pair, int]) -> dict[Pair, tuple[int, ...]]:
     """In which rounds each ``(source, target)`` pair sends, rising, given how many messages it has.
 
     Deterministic, whatever the order of the mapping. The number of rounds is the largest number of messages that one
-    process sends or that one receives. An alternating path of at most the number of processes for each message.
+    process sends or that one receives. A message takes an alternating path of at most the number of processes, except
+    where its place in the round robin of all processes is free, as it is when everybody sends to everybody.
     """
+    degrees: dict[tuple[str, int], int] = defaultdict(int)
+    for (source, target), count in counts.items():
+        degrees["sends", source] += count
+        degrees["receives", target] += count
+    most = max(degrees.values(), default=0)
+    processes = 1 + max([process for _, process in degrees], default=0)
     colouring = _Colouring()
-    for pair in sorted(counts):
-        for _ in range(counts[pair]):
-            colouring.add(*pair)
+    for source, target in sorted(counts):
+        turn = (target - source) % processes - 1
+        for number in range(counts[source, target]):
+            colouring.add(source, target, number * (processes - 1) + turn, most)
     found: dict[Pair, list[int]] = {pair: [] for pair in sorted(counts)}
     for source, taken in colouring.sends.items():
         for colour, target in taken.items():
@@ -65,9 +73,15 @@ class _Colouring:
         self.sends = _Side()
         self.receives = _Side()
 
-    def add(self, source: int, target: int) -> None:
-        """One more message; its colour is free at both ends, after a path has exchanged two colours if need be."""
-        colour, other = self.sends.free(source), self.receives.free(target)
+    def add(self, source: int, target: int, wish: int, most: int) -> None:
+        """One more message; its colour is free at both ends, after a path has exchanged two colours if need be.
+
+        It is the ``wish`` where that is one of ``most`` colours and free. No more than ``most`` are ever taken, since a
+        process with fewer messages than that has one of them free.
+        """
+        colour, other = wish, self.receives.free(target)
+        if not 0 <= wish < most or wish in self.sends[source] or wish in self.receives[target]:
+            colour = self.sends.free(source)
         if colour in self.receives[target]:
             if other not in self.sends[source]:
                 colour = other
