@@ -110,7 +110,7 @@ class OnDemand:
             self._builder.param(name)
         for task in files.tensors[before:]:
             self._planned.setdefault(task.param, {})[task.state] = task
-        self.storages.extend(files.storages[len(self.storages) :])
+        self.storages.extend(files.storages_from(len(self.storages)))
 
 
 def _refuse_other_copies(task: TensorFile, storages: list[SourceStorage]) -> None:

@@ -65,13 +65,18 @@ class TensorFiles:
         self.objects: list[ObjectFile] = []
         self.notes: list[str] = []
         self.layouts: dict[str, ParamAffineMap] = {}
-        self._storages: dict[StorageRef, int] = {}
+        self._places: dict[StorageRef, int] = {}
+        self._storages: list[SourceStorage] = []
         self._numbers: dict[TensorRef, tuple[str, bytes]] = {}
 
     @property
     def storages(self) -> tuple[SourceStorage, ...]:
         """The storages that pieces name by their index."""
-        return tuple(source_storage(ref) for ref in self._storages)
+        return self.storages_from(0)
+
+    def storages_from(self, index: int) -> tuple[SourceStorage, ...]:
+        """Those from that index on, at the cost of these alone."""
+        return tuple(self._storages[index:])
 
     def storage(self, tensor: StoredTensor) -> int:
         """The index of the storage ``tensor`` lies in."""
@@ -86,7 +91,13 @@ class TensorFiles:
                 "values; stored values are expected. Materialise the model before saving.",
                 file=tensor.storage.path,
             )
-        return self._storages.setdefault(tensor.storage, len(self._storages))
+        return self._place(tensor.storage)
+
+    def _place(self, ref: StorageRef) -> int:
+        at = self._places.setdefault(ref, len(self._storages))
+        if at == len(self._storages):
+            self._storages.append(source_storage(ref))
+        return at
 
     def check(self, path: str) -> None:
         """The file at ``path`` belongs to the checkpoint and nothing is taken from it: its checksums are verified."""
@@ -94,7 +105,7 @@ class TensorFiles:
         as_mapping(loaded.root, "what it holds", path)
         for ref in loaded.archive.storages.values():
             if ref.nbytes:
-                self._storages.setdefault(ref, len(self._storages))
+                self._place(ref)
 
     def optimizer_source(
         self, name: str, state: str, states: ParamStates, layout: ParamAffineMap, axis: str = "tp"

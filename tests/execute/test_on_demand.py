@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from synthetic import COLUMN, REPLICATED, ROW, Cut, Param, World, make, random_full
 
 from deepspeed_affine.errors import IntegrityError, UnsupportedLayoutError
+from deepspeed_affine.execute import tensor_files
 from deepspeed_affine.execute.checkpoint import read_checkpoint
 from deepspeed_affine.execute.on_demand import OnDemand
 from deepspeed_affine.execute.planned_part import PlannedPart
@@ -172,6 +173,22 @@ def scaled_source(tmp_path, **options):
     )
     made = make(world, [Param("bias", bias, REPLICATED), Param("up", random_full((8, 6), 3), COLUMN)])
     return Source(world, tmp_path, made, **options), bias
+
+
+def test_storages_are_described_once_however_many_parameters_are_asked_for(tmp_path, monkeypatch):
+    """Else planning the few trained parameters of a large frozen model takes the product of the two."""
+    described = []
+    monkeypatch.setattr(
+        tensor_files, "source_storage", lambda ref, real=tensor_files.source_storage: described.append(ref) or real(ref)
+    )
+    frozen = [Param(f"frozen{n}", random_full((3,), n), kind="frozen") for n in range(20)]
+    trained = [Param(f"trained{n}", random_full((3,), n)) for n in range(20)]
+    source = Source(World(), tmp_path / "in", make(World(), [*frozen, *trained]))
+    for param in trained:
+        assert set(source.plans.tensors(param.name)) == {"fp32", "exp_avg", "exp_avg_sq"}
+    assert len(source.plans.storages) >= 20 + 3
+    # Beside them the step of each parameter.
+    assert len(described) <= len(source.plans.storages) + len(trained)
 
 
 def test_elements_a_rank_saved_twice_count_once(tmp_path):
