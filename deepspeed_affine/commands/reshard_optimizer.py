@@ -14,7 +14,7 @@ from deepspeed_affine.execute.model_file import UC_INFO
 from deepspeed_affine.lowering.states import FP32, MUON_STATE
 from deepspeed_affine.plan.checkpoint_layout import CheckpointLayout
 from deepspeed_affine.plan.conversion import ObjectFile
-from deepspeed_affine.plan.partition import Run, zero3_runs
+from deepspeed_affine.plan.partition import FlatGroup, Run, zero3_runs
 from deepspeed_affine.plan.reshard import Placed
 from deepspeed_affine.storage.refs import Global, StandIn, TensorRef, new_instance
 
@@ -33,13 +33,24 @@ ONLY_ZERO3 = ("optimizer_state_dict", "fp32_flat_groups", "ds_zero_partition_gro
 def optimizer_files(source: ReshardSource, target: CheckpointLayout, *, same_cut: bool) -> Iterator[ObjectFile]:
     """Every optimizer file of ``target``; with ``same_cut`` each model-parallel rank goes on from its own old file."""
     for mp in range(target.mp):
+        count = len(target.ranks[mp].groups) if target.stage < 3 else 0
+        flat = [target.flat_group(mp, group) for group in range(count)]
         for dp in range(target.dp):
-            yield _OptimizerFile(source, target, mp, dp, same_cut).build()
+            yield _OptimizerFile(source, target, mp, dp, flat, same_cut).build()
 
 
 class _OptimizerFile:
-    def __init__(self, source: ReshardSource, target: CheckpointLayout, mp: int, dp: int, same_cut: bool) -> None:
-        self.source, self.target, self.same_cut = source, target, same_cut
+    def __init__(
+        self,
+        source: ReshardSource,
+        target: CheckpointLayout,
+        mp: int,
+        dp: int,
+        flat: Sequence[FlatGroup],
+        same_cut: bool,
+    ) -> None:
+        """``flat`` are the groups of the rank ``mp`` as they lie over all data-parallel ranks; none for ZeRO-3."""
+        self.source, self.target, self.same_cut, self.flat = source, target, same_cut, flat
         self.mp, self.tp, self.dp = mp, mp % target.tp, dp
         self.rank = target.ranks[mp]
         self.file = FileBuilder(f"{target.prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt")
@@ -62,7 +73,7 @@ class _OptimizerFile:
     def _zero12(self, old: dict[str, Any]) -> dict[str, Any]:
         target = self.target
         count = len(self.rank.groups)
-        groups = [target.flat_group(self.mp, group) for group in range(count)]
+        groups = self.flat
         # Experts have another name on each rank than over all, and other ranks to lie over.
         held = [target.held_by(names, self.dp) for names in self.rank.groups]
         runs = [

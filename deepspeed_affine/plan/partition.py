@@ -6,8 +6,9 @@ The other way round, from what a file records to a map, is ``lowering.zero``'s. 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from deepspeed_affine.errors import InvalidMapError
 from deepspeed_affine.ir import AffinePiece, ParamAffineMap, compose_maps
@@ -46,11 +47,17 @@ class FlatGroup:
 
     ``param_alignment`` is what the place of every shard but the first is a multiple of (``parameter_alignment``); 1
     leaves no room between them. ``numels`` are in the order in which the shards lie.
+
+    ``paddings`` follow each shard so that the next, which lies from its entry of ``begins`` on, is aligned; nothing
+    follows the last, which ends at ``end``.
     """
 
     numels: tuple[int, ...]
     dp: int
     param_alignment: int = 1
+    paddings: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    begins: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    end: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.dp < 1 or self.param_alignment < 1 or any(numel < 0 for numel in self.numels):
@@ -58,23 +65,16 @@ class FlatGroup:
                 f"a flat group of {self.numels} elements over {self.dp} ranks, aligned to {self.param_alignment}; "
                 "expected no negative number, and at least one rank."
             )
-
-    @property
-    def paddings(self) -> tuple[int, ...]:
-        """What follows each shard so that the next is aligned; nothing follows the last."""
-        found: list[int] = []
+        paddings: list[int] = []
+        begins: list[int] = []
         end = 0
         for index, numel in enumerate(self.numels):
+            begins.append(end)
             end += numel
-            padding = 0 if index == len(self.numels) - 1 else -end % self.param_alignment
-            found.append(padding)
-            end += padding
-        return tuple(found)
-
-    @property
-    def end(self) -> int:
-        """Where the last shard ends."""
-        return sum(self.numels) + sum(self.paddings)
+            paddings.append(0 if index == len(self.numels) - 1 else -end % self.param_alignment)
+            end += paddings[-1]
+        for name, value in (("paddings", tuple(paddings)), ("begins", tuple(begins)), ("end", end)):
+            object.__setattr__(self, name, value)
 
     @property
     def partition_size(self) -> int:
@@ -89,19 +89,22 @@ class FlatGroup:
     def runs(self) -> Iterator[tuple[int, Run]]:
         """``(rank, run)`` of everything the ranks' partitions hold, shard by shard; linear in shards and ranks."""
         size = self.partition_size
-        begin = 0
-        for index, (numel, padding) in enumerate(zip(self.numels, self.paddings, strict=True)):
+        for index, (begin, numel) in enumerate(zip(self.begins, self.numels, strict=True)):
             at = begin
             while at < begin + numel:
                 rank = at // size
                 end = min(begin + numel, (rank + 1) * size)
                 yield rank, Run(index, at - begin, end - at, at - rank * size)
                 at = end
-            begin += numel + padding
 
     def runs_of(self, rank: int) -> Iterator[Run]:
-        """What the rank's partition holds, in order; shards it holds nothing of are left out."""
-        return (run for owner, run in self.runs() if owner == rank)
+        """What the rank's partition holds, in order; shards it holds nothing of are left out, and cost nothing."""
+        low, high = rank * self.partition_size, (rank + 1) * self.partition_size
+        for index in range(max(0, bisect_right(self.begins, low) - 1), bisect_left(self.begins, high)):
+            begin, numel = self.begins[index], self.numels[index]
+            start, stop = max(begin, low), min(begin + numel, high)
+            if start < stop:
+                yield Run(index, start - begin, stop - start, start - low)
 
 
 def aligned_elements(itemsize: int) -> int:

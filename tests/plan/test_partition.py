@@ -2,6 +2,7 @@
 
 import math
 import random
+import time
 
 import pytest
 
@@ -48,6 +49,15 @@ def test_a_flat_group_is_what_is_written_out(seed):
         assert group.padding_of(rank) == paddings[rank]
         assert all(run.numel for run in runs)
     assert len(group.paddings) == len(numels)
+
+
+def test_what_each_of_many_ranks_holds_costs_what_it_holds():
+    """Walking all shards for each rank takes minutes here, this some hundredths of a second."""
+    group = FlatGroup((30,) * 20_000, 4096)
+    began = time.monotonic()
+    found = [(rank, run) for rank in range(group.dp) for run in group.runs_of(rank)]
+    assert time.monotonic() - began < 10
+    assert found == list(group.runs())
 
 
 @pytest.mark.parametrize("seed", range(40))
