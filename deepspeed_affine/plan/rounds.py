@@ -14,6 +14,7 @@ does, whatever the number of processes and whether or not a send needs its recei
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -26,20 +27,11 @@ def rounds(counts: Mapping[Pair, int]) -> dict[Pair, tuple[int, ...]]:
     """In which rounds each ``(source, target)`` pair sends, rising, given how many messages it has.
 
     Deterministic, whatever the order of the mapping. The number of rounds is the largest number of messages that one
-    process sends or that one receives. A message takes an alternating path of at most the number of processes, except
-    where its place in the round robin of all processes is free, as it is when everybody sends to everybody.
+    process sends or that one receives. Linear in the messages, and for every pair as many alternating paths, of at most
+    the number of processes, as its number of messages has binary digits; none where the pair's place in the round robin
+    of all processes is free, as it is when everybody sends to everybody.
     """
-    degrees: dict[tuple[str, int], int] = defaultdict(int)
-    for (source, target), count in counts.items():
-        degrees["sends", source] += count
-        degrees["receives", target] += count
-    most = max(degrees.values(), default=0)
-    processes = 1 + max([process for _, process in degrees], default=0)
-    colouring = _Colouring()
-    for source, target in sorted(counts):
-        turn = (target - source) % processes - 1
-        for number in range(counts[source, target]):
-            colouring.add(source, target, number * (processes - 1) + turn, most)
+    colouring = _coloured(counts, 1 + max([process for pair in counts for process in pair], default=0))
     found: dict[Pair, list[int]] = {pair: [] for pair in sorted(counts)}
     for source, taken in colouring.sends.items():
         for colour, target in taken.items():
@@ -47,23 +39,57 @@ def rounds(counts: Mapping[Pair, int]) -> dict[Pair, tuple[int, ...]]:
     return {pair: tuple(sorted(colours)) for pair, colours in found.items()}
 
 
+def _coloured(counts: Mapping[Pair, int], processes: int) -> _Colouring:
+    """Half of every pair's messages, twice over, and then those that are left.
+
+    That is as few colours as ever: whoever has the most messages has at least twice as many as in the half.
+    """
+    colouring = _Colouring()
+    done = 0
+    half = {pair: count // 2 for pair, count in counts.items() if count > 1}
+    if half:
+        done = _most(half)
+        colouring.take_twice(_coloured(half, processes), done)
+    most = _most(counts)
+    for source, target in sorted(counts):
+        if counts[source, target] % 2:
+            colouring.add(source, target, 2 * done + (target - source) % processes - 1, most)
+    return colouring
+
+
+def _most(counts: Mapping[Pair, int]) -> int:
+    """The largest number of messages that one process sends or that one receives."""
+    degrees: dict[tuple[str, int], int] = defaultdict(int)
+    for (source, target), count in counts.items():
+        degrees["sends", source] += count
+        degrees["receives", target] += count
+    return max(degrees.values(), default=0)
+
+
 class _Side(defaultdict[int, dict[int, int]]):
-    """By process and colour the process at the other end; and for each process a colour below which none is free."""
+    """By process and colour the process at the other end; and for each process which of its colours are free.
+
+    Those are colours that were released, in a heap in which some may be taken again, and all from ``lowest`` on that
+    are not taken.
+    """
 
     def __init__(self) -> None:
         super().__init__(dict)
         self.lowest: dict[int, int] = defaultdict(int)
+        self.released: dict[int, list[int]] = defaultdict(list)
 
     def free(self, process: int) -> int:
-        taken, colour = self[process], self.lowest[process]
+        taken, released, colour = self[process], self.released[process], self.lowest[process]
         while colour in taken:
             colour += 1
         self.lowest[process] = colour
-        return colour
+        while released and released[0] in taken:
+            heapq.heappop(released)
+        return min(colour, released[0]) if released else colour
 
     def release(self, process: int, colour: int) -> None:
         del self[process][colour]
-        self.lowest[process] = min(self.lowest[process], colour)
+        heapq.heappush(self.released[process], colour)
 
 
 class _Colouring:
@@ -72,6 +98,12 @@ class _Colouring:
     def __init__(self) -> None:
         self.sends = _Side()
         self.receives = _Side()
+
+    def take_twice(self, other: _Colouring, colours: int) -> None:
+        """All edges of ``other``, which has so many colours, and all once more in as many colours of their own."""
+        for mine, theirs in ((self.sends, other.sends), (self.receives, other.receives)):
+            for process, taken in theirs.items():
+                mine[process] = {**taken, **{colour + colours: end for colour, end in taken.items()}}
 
     def add(self, source: int, target: int, wish: int, most: int) -> None:
         """One more message; its colour is free at both ends, after a path has exchanged two colours if need be.

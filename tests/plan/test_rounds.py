@@ -57,6 +57,19 @@ def test_everybody_to_everybody_is_a_round_robin(each):
     )
 
 
+def test_a_hundred_thousand_messages_in_as_few_rounds_as_may_be():
+    rng = random.Random(5)
+    counts = {(a, b): rng.randint(1, 700) for a in range(32) for b in rng.sample(range(32), 10) if a != b}
+    found = rounds(counts)
+    assert {pair: len(set(numbers)) for pair, numbers in found.items()} == counts
+    loads = Counter()
+    for end in (0, 1):
+        taken = Counter((pair[end], number) for pair, numbers in found.items() for number in numbers)
+        assert set(taken.values()) == {1}
+        loads.update((end, process) for process, _ in taken)
+    assert {number for numbers in found.values() for number in numbers} == set(range(max(loads.values())))
+
+
 def run(turns, rng):
     """Processes that wait as in a rendezvous: how many messages arrive before nobody can go on.
 
