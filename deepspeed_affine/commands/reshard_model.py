@@ -95,8 +95,11 @@ class _ModelFile:
             if not self.same_cut or set(buffers) != set(self.old.get("buffer_names") or ()):
                 root["buffer_names"] = buffers
         root["param_shapes"] = [self._shapes(names) for names in self._shape_groups()]
-        root["frozen_param_shapes"] = self._shapes(self._frozen()) if target.stage > 1 else None
-        root["frozen_param_fragments"] = self._fragments() if target.stage > 1 else None
+        frozen = self._frozen()
+        # Of a save that left frozen parameters out DeepSpeed restores none, unless an entry says which there are.
+        records = target.stage > 1 and (bool(frozen) or self.old.get("frozen_param_shapes") is not None)
+        root["frozen_param_shapes"] = self._shapes(frozen) if records else None
+        root["frozen_param_fragments"] = self._fragments(frozen) if records else None
         # The first rank of all records the aliases, for the whole model.
         root["shared_params"] = dict(self.rank.aliases) if self.mp == self.dp == 0 else {}
         root["dp_world_size"] = target.dp
@@ -148,9 +151,9 @@ class _ModelFile:
     def _parts(self, name: str, start: int, numel: int) -> list[Placed]:
         return [Placed(self.source.shard(self.target, name, FP32, self.tp), start, numel, 0)]
 
-    def _fragments(self) -> OrderedDict[str, Any]:
+    def _fragments(self, frozen: list[str]) -> OrderedDict[str, Any]:
         found: OrderedDict[str, Any] = OrderedDict()
-        for name in self._frozen():
+        for name in frozen:
             if self.target.stage < 3:
                 module = self.file_module()
                 found[name] = module[name] if name in module else self._tensor(name)

@@ -175,14 +175,19 @@ class _OptimizerFile:
         return f"ep_size_{new}" if name == f"ep_size_{old}" else name
 
     def _master(self, names: Sequence[str], runs: Parts, numel: int) -> Any:
-        dtypes = sorted({self.source.stored(name).dtype for name in names})
-        if len(dtypes) > 1:
-            raise UnsupportedLayoutError(
-                f"parameters {names[0]!r} and others are to lie in one flat tensor and have master weights of dtypes "
-                f"{dtypes}; one is expected."
-            )
+        dtype = self._dtype(names, FP32)
         parts = [self._placed(name, FP32, run) for name, run in runs]
-        return self.file.new(dtypes[0] if dtypes else "float32", (numel,), parts, requires_grad=True)
+        return self.file.new(dtype, (numel,), parts, requires_grad=True)
+
+    def _dtype(self, names: Sequence[str], state: str) -> str:
+        dtypes = sorted({self.source.stored(name, state).dtype for name in names})
+        if len(dtypes) > 1:
+            what = "master weights" if state == FP32 else f"states {state!r}"
+            raise UnsupportedLayoutError(
+                f"parameters {names[0]!r} and others are to lie in one flat tensor and have {what} of dtypes {dtypes}; "
+                "one is expected."
+            )
+        return dtypes[0] if dtypes else "float32"
 
     def _states(self, names: Sequence[str], runs: Parts, numel: int, group: int) -> dict[str, Any]:
         states = self.source.states_of(names)
@@ -197,7 +202,7 @@ class _OptimizerFile:
             held, length = self._whole(runs) if self._is_whole(state, group) else (runs, numel)
             parts = [self._placed(name, state, run) for name, run in held]
             found[state] = self.file.new(
-                stored.dtype, (length,), parts, state=state, requires_grad=stored.requires_grad
+                self._dtype(names, state), (length,), parts, state=state, requires_grad=stored.requires_grad
             )
         return found
 

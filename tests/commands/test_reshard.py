@@ -232,6 +232,27 @@ def test_pipeline_stages_keep_the_hyperparameters_they_have(tmp_path, capsys):
     assert "has another 'lr' than" in refused(capsys, tmp_path, source, "--like", like)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_save_without_its_frozen_parameters_does_not_say_that_there_are_none(tmp_path, stage):
+    """DeepSpeed looks up every frozen parameter of the engine where an entry is there, and none where it is None."""
+    _, source = saved(tmp_path, World(stage=stage, dp=2), params_of(frozen=False))
+    for to in (2, 3):
+        assert reshard(source, tmp_path / f"out{to}", "--dp", 1, "--zero-stage", to) == 0
+        root = model_of(tmp_path / f"out{to}", 0, 0 if to == 3 else None)
+        assert (root["frozen_param_shapes"], root["frozen_param_fragments"]) == (None, None)
+
+
+def test_states_of_two_precisions_do_not_share_a_flat_tensor(tmp_path, capsys):
+    made = make(World(stage=3, dp=2), params_of(frozen=False))
+    for dp in range(2):
+        inner = made.optim(dp)["optimizer_state_dict"]
+        inner["param_groups"] = [{**inner["param_groups"][0], "params": [0, 1]}]
+        inner["state"][1]["exp_avg"] = inner["state"][1]["exp_avg"].bfloat16()
+    source = made.save(tmp_path / "in")
+    said = refused(capsys, tmp_path, source, "--zero-stage", 1)
+    assert "states 'exp_avg' of dtypes ['bfloat16', 'float32']" in said
+
+
 def test_a_tied_weight_is_written_once(tmp_path):
     params = [
         *params_of(frozen=False),

@@ -148,7 +148,7 @@ def _wrong_model(
         yield f"{at}: param_shapes {root['param_shapes']}"
     frozen = [p for p in here if p.kind == "frozen"]
     if world.stage > 1:
-        if dict(root["frozen_param_shapes"]) != {p.name: tuple(shards[p.name, FP32, tp].shape) for p in frozen}:
+        if dict(root["frozen_param_shapes"] or {}) != {p.name: tuple(shards[p.name, FP32, tp].shape) for p in frozen}:
             yield f"{at}: frozen_param_shapes {root['frozen_param_shapes']}"
         for p in frozen:
             whole = shards[p.name, FP32, tp]
