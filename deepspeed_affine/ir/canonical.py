@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 from deepspeed_affine.errors import BudgetExceededError
 from deepspeed_affine.ir.algebra import lattices
 from deepspeed_affine.ir.chains import Point, absorbed, chains, listed_chains
+from deepspeed_affine.ir.difference import subtract
 from deepspeed_affine.ir.ints import row_major_strides
-from deepspeed_affine.ir.lattice import Budget, Lattice, iterate, proper, subtract
+from deepspeed_affine.ir.lattice import Budget, Lattice, iterate, proper
 from deepspeed_affine.ir.piece import AffinePiece
 from deepspeed_affine.ir.validate import check_addresses
 

@@ -15,7 +15,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from deepspeed_affine.ir.algebra import overlapping
-from deepspeed_affine.ir.lattice import Budget, Lattice, Meeting, coalesce, intersect, proper, subtract
+from deepspeed_affine.ir.difference import subtract
+from deepspeed_affine.ir.lattice import Budget, Lattice, Meeting, coalesce, intersect, proper
 
 __all__ = ["Point", "absorbed", "chains", "listed_chains"]
 

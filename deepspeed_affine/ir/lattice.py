@@ -6,10 +6,10 @@ work on *proper* lattices: digits in order of falling stride, each stride larger
 after it, so that elements in increasing order are indices in lexicographic order. ``proper`` splits anything
 else, interleaved digits included, into proper lattices.
 
-Intersection and difference descend through windows. Take the operand with the larger outer stride; its outer
-index enumerates disjoint windows of the line. Against the other operand, the windows repeat with a period, so one
-window per residue is solved and the answer is repeated by one digit. The work follows the size of the answer
-and not the number of elements: where strides divide each other the period is one.
+Intersection, and difference (``ir.difference``), descend through windows. Take the operand with the larger outer
+stride; its outer index enumerates disjoint windows of the line. Against the other operand, the windows repeat with a
+period, so one window per residue is solved and the answer is repeated by one digit. The work follows the size of the
+answer and not the number of elements: where strides divide each other the period is one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,21 @@ from typing import NamedTuple
 
 from deepspeed_affine.errors import BudgetExceededError
 
-__all__ = ["Budget", "Lattice", "Meeting", "coalesce", "contains", "intersect", "iterate", "proper", "span", "subtract"]
+__all__ = [
+    "Budget",
+    "Lattice",
+    "Meeting",
+    "ceil_div",
+    "coalesce",
+    "contains",
+    "intersect",
+    "iterate",
+    "period_of",
+    "proper",
+    "span",
+    "units",
+    "windows",
+]
 
 Digit = tuple[int, int, int]
 """``(extent, key stride, mate stride)``; the extent is two or more."""
@@ -166,7 +180,7 @@ def _cut_interleaved(
     return result
 
 
-def _ceil(value: int, divisor: int) -> int:
+def ceil_div(value: int, divisor: int) -> int:
     return -((-value) // divisor)
 
 
@@ -185,7 +199,7 @@ def contains(lattice: Lattice, key: int) -> int | None:
     return mate if rest == 0 else None
 
 
-def _units(lattice: Lattice, first: int, last: int) -> Lattice:
+def units(lattice: Lattice, first: int, last: int) -> Lattice:
     """The lattice with its outer index kept to ``first..last``."""
     (_, stride, mate), inner = lattice.digits[0], lattice.digits[1:]
     count = last - first + 1
@@ -227,13 +241,13 @@ def _intersect(a: Lattice, b: Lattice, budget: Budget) -> list[Meeting]:
         ]
     (_, stride, a_step), (_, b_stride, b_step) = a.digits[0], b.digits[0]
     result: list[Meeting] = []
-    for window, facing, repeats in _windows(a, b, b_last):
+    for window, facing, repeats in windows(a, b, b_last):
         if facing is None:
             budget.spend()
             continue
         found = _intersect(window, facing, budget)
         if repeats > 1:
-            shift = _period(a, b) * stride
+            shift = period_of(a, b) * stride
             digit = (repeats, shift, shift // stride * a_step, shift // b_stride * b_step)
             found = [Meeting(m.key, m.mate_a, m.mate_b, (digit, *m.digits)) for m in found]
         result += found
@@ -246,7 +260,7 @@ def _intersect_in_step(a: Lattice, b: Lattice, budget: Budget) -> list[Meeting]:
     a_inner, b_inner = a.digits[1:], b.digits[1:]
     delta = b.key - a.key
     result: list[Meeting] = []
-    for ahead in range(_ceil(-delta - span(b_inner), stride), (span(a_inner) - delta) // stride + 1):
+    for ahead in range(ceil_div(-delta - span(b_inner), stride), (span(a_inner) - delta) // stride + 1):
         first = max(0, -ahead)
         count = min(extent, b_extent - ahead) - first
         if count <= 0:
@@ -261,35 +275,35 @@ def _intersect_in_step(a: Lattice, b: Lattice, budget: Budget) -> list[Meeting]:
     return result
 
 
-def _period(a: Lattice, b: Lattice) -> int:
+def period_of(a: Lattice, b: Lattice) -> int:
     """After how many windows of ``a`` the repetitions of ``b`` look the same again."""
     stride, b_stride = a.digits[0][1], b.digits[0][1]
     return b_stride // gcd(stride, b_stride)
 
 
-def _windows(a: Lattice, b: Lattice, b_last: int) -> Iterator[tuple[Lattice, Lattice | None, int]]:
+def windows(a: Lattice, b: Lattice, b_last: int) -> Iterator[tuple[Lattice, Lattice | None, int]]:
     """Yield the windows of ``a``'s outer index that may touch ``b``, the units of ``b`` each faces, and how many alike.
 
     A window that stands for several is followed by the others one period apart.
     """
     (extent, stride, _), (b_extent, b_stride, _) = a.digits[0], b.digits[0]
     a_reach, b_reach = span(a.digits[1:]), span(b.digits[1:])
-    first = max(0, _ceil(b.key - a_reach - a.key, stride))
+    first = max(0, ceil_div(b.key - a_reach - a.key, stride))
     last = min(extent - 1, (b_last - a.key) // stride)
     # A window is interior when every repetition of b that could touch it exists, so that b looks periodic from it.
-    inner_first = max(first, _ceil(b.key + b_reach - b_stride + 1 - a.key, stride))
+    inner_first = max(first, ceil_div(b.key + b_reach - b_stride + 1 - a.key, stride))
     inner_last = min(last, (b.key + b_extent * b_stride - 1 - a_reach - a.key) // stride)
     edges = [*range(first, min(inner_first, last + 1)), *range(max(inner_last + 1, inner_first, first), last + 1)]
-    period = _period(a, b)
+    period = period_of(a, b)
     jobs = [(index, 1) for index in edges]
     count = inner_last - inner_first + 1
     for residue in range(min(period, max(count, 0))):
         jobs.append((inner_first + residue, (count - residue + period - 1) // period))
     for index, repeats in jobs:
-        window = _units(a, index, index)
-        low = max(0, _ceil(window.key - b_reach - b.key, b_stride))
+        window = units(a, index, index)
+        low = max(0, ceil_div(window.key - b_reach - b.key, b_stride))
         high = min(b_extent - 1, (window.key + a_reach - b.key) // b_stride)
-        yield window, _units(b, low, high) if low <= high else None, repeats
+        yield window, units(b, low, high) if low <= high else None, repeats
 
 
 def _progressions(a: Lattice, b: Lattice) -> list[Meeting]:
@@ -301,8 +315,8 @@ def _progressions(a: Lattice, b: Lattice) -> list[Meeting]:
         return []
     modulus = b_stride // common
     index = (delta // common * pow(stride // common, -1, modulus)) % modulus if modulus > 1 else 0
-    lowest = max(0, _ceil(delta, stride))
-    index += _ceil(lowest - index, modulus) * modulus
+    lowest = max(0, ceil_div(delta, stride))
+    index += ceil_div(lowest - index, modulus) * modulus
     top = min(a_extent - 1, (b.last - a.key) // stride)
     if index > top:
         return []
@@ -314,110 +328,3 @@ def _progressions(a: Lattice, b: Lattice) -> list[Meeting]:
         shift = modulus * stride
         digits = ((count, shift, modulus * a_step, shift // b_stride * b_step),)  # type: ignore[assignment]
     return [Meeting(key, a.mate + index * a_step, b.mate + b_index * b_step, digits)]
-
-
-def subtract(a: Lattice, b: Lattice, budget: Budget | None = None) -> list[Lattice]:
-    """Return the elements of ``a`` whose key ``b`` does not hold, each once, with their mates."""
-    budget = budget or Budget("Subtracting one piece from another")
-    return _subtract(a, b, budget)
-
-
-def _subtract(a: Lattice, b: Lattice, budget: Budget) -> list[Lattice]:
-    budget.spend()
-    a_last, b_last = a.last, b.last
-    if b_last < a.key or a_last < b.key:
-        return [a]
-    if not a.digits:
-        return [a] if contains(b, a.key) is None else []
-    if (
-        a.key == b.key
-        and len(a.digits) == len(b.digits)
-        and all(x[0] == y[0] and x[1] == y[1] for x, y in zip(a.digits, b.digits, strict=True))
-    ):
-        return []
-    if not b.digits or a.digits[0][1] >= b.digits[0][1]:
-        return _subtract_by_own_windows(a, b, b_last, budget)
-    return _subtract_by_other_windows(a, b, budget)
-
-
-def _subtract_by_own_windows(a: Lattice, b: Lattice, b_last: int, budget: Budget) -> list[Lattice]:
-    extent, stride, a_step = a.digits[0]
-    a_reach = span(a.digits[1:])
-    first = max(0, _ceil(b.key - a_reach - a.key, stride))
-    last = min(extent - 1, (b_last - a.key) // stride)
-    if last < first:
-        return [a]
-    result: list[Lattice] = []
-    if first > 0:
-        result.append(_units(a, 0, first - 1))
-    if last < extent - 1:
-        result.append(_units(a, last + 1, extent - 1))
-    if not b.digits:
-        for index in range(first, last + 1):
-            result += _subtract(_units(a, index, index), b, budget)
-        return result
-    period = _period(a, b)
-    for window, facing, repeats in _windows(a, b, b_last):
-        rest = [window] if facing is None else _subtract(window, facing, budget)
-        result += _repeat(rest, repeats, period * stride, period * a_step)
-    return result
-
-
-def _subtract_by_other_windows(a: Lattice, b: Lattice, budget: Budget) -> list[Lattice]:
-    """The subtrahend is the coarser one: walk its windows, and give each the units of ``a`` that start before the next.
-
-    Units are ordered and disjoint, so only the first unit of a cell can also reach back into the previous window.
-    """
-    extent, stride, a_step = a.digits[0]
-    b_extent, b_stride, _ = b.digits[0]
-    a_reach, b_reach = span(a.digits[1:]), span(b.digits[1:])
-
-    def first_unit(window: int) -> int:
-        return _ceil(b.key + window * b_stride - a_reach - a.key, stride)
-
-    result: list[Lattice] = []
-    head = min(max(first_unit(0), 0), extent)
-    if head > 0:
-        result.append(_units(a, 0, head - 1))
-    # Windows whose cell lies wholly inside a, and which have a window before them, look alike up to the period.
-    low = max(1, _ceil(a.key + a_reach - b.key - stride + 1, b_stride))
-    while low < b_extent and first_unit(low) < 0:
-        low += 1
-    high = min(b_extent - 2, (a.key + (extent + 1) * stride - b.key) // b_stride)
-    while high >= low and first_unit(high + 1) > extent:
-        high -= 1
-    period = stride // gcd(stride, b_stride)
-    count = max(high - low + 1, 0)
-    jobs = [(low + residue, (count - residue + period - 1) // period) for residue in range(min(period, count))]
-    reached = max(0, (a.key - b.key) // b_stride - 2)
-    end = min(b_extent, (a.last - b.key) // b_stride + 2)
-    jobs += [(window, 1) for window in (*range(reached, min(low, end)), *range(max(high + 1, low, reached), end))]
-    for window, repeats in jobs:
-        budget.spend()
-        start = max(first_unit(window), 0)
-        stop = extent if window == b_extent - 1 else min(first_unit(window + 1), extent)
-        if start >= stop:
-            continue
-        rest: list[Lattice] = []
-        reaches_back = window > 0 and a.key + start * stride <= b.key + (window - 1) * b_stride + b_reach
-        if reaches_back:
-            rest += _subtract(_units(a, start, start), _units(b, window - 1, window), budget)
-            start += 1
-        if start < stop:
-            rest += _subtract(_units(a, start, stop - 1), _units(b, window, window), budget)
-        result += _repeat(rest, repeats, period * b_stride, period * b_stride // stride * a_step)
-    return result
-
-
-def _repeat(lattices: list[Lattice], repeats: int, shift: int, mate_shift: int) -> list[Lattice]:
-    if repeats == 1:
-        return lattices
-    digit = (repeats, shift, mate_shift)
-    repeated: list[Lattice] = []
-    for lattice in lattices:
-        digits = (digit, *lattice.digits)
-        if shift > span(lattice.digits):
-            repeated.append(Lattice(lattice.key, lattice.mate, coalesce(list(digits))))
-        else:
-            repeated += proper(lattice.key, lattice.mate, digits)
-    return repeated

@@ -8,8 +8,9 @@ from heapq import merge
 
 from deepspeed_affine.errors import InvalidMapError
 from deepspeed_affine.ir.algebra import lattices, overlapping
+from deepspeed_affine.ir.difference import subtract
 from deepspeed_affine.ir.ints import as_extents, as_integer, coordinates, product, row_major_strides
-from deepspeed_affine.ir.lattice import Budget, Lattice, coalesce, intersect, iterate, proper, span, subtract
+from deepspeed_affine.ir.lattice import Budget, Lattice, coalesce, intersect, iterate, proper, span
 from deepspeed_affine.ir.piece import AffinePiece
 
 __all__ = ["Region", "complement", "distinct", "offsets_in_order", "refine", "relocate"]

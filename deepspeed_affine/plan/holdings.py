@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from deepspeed_affine.ir import ParamAffineMap, overlapping
 from deepspeed_affine.ir.algebra import lattices
 from deepspeed_affine.ir.canonical import fold_pairs
-from deepspeed_affine.ir.lattice import Budget, Lattice, Meeting, intersect, proper, subtract
+from deepspeed_affine.ir.difference import subtract
+from deepspeed_affine.ir.lattice import Budget, Lattice, Meeting, intersect, proper
 from deepspeed_affine.ir.regions import distinct
 from deepspeed_affine.plan.boxes import Box, bounding_box, touching
 

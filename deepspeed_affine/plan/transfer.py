@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from deepspeed_affine.errors import BudgetExceededError, InvalidMapError
 from deepspeed_affine.ir import ParamAffineMap
 from deepspeed_affine.ir.canonical import fold_pairs
+from deepspeed_affine.ir.difference import subtract
 from deepspeed_affine.ir.ints import as_integer, coordinates, product, shown
-from deepspeed_affine.ir.lattice import Budget, Lattice, proper, subtract
+from deepspeed_affine.ir.lattice import Budget, Lattice, proper
 from deepspeed_affine.plan.collector import collector_paused
 from deepspeed_affine.plan.holdings import Holdings, Need, needs
 from deepspeed_affine.plan.placement import as_itemsize

@@ -23,6 +23,10 @@ RANK = re.compile(r"0|[1-9][0-9]{0,18}")
 """A rank as JSON has it for a key."""
 
 
+_HASHED_TOGETHER = 4096
+"""Segments whose text is made at a time."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlanStatistics:
     """What the planner looked at; pair checks and segments before merging tell a large model from a cut-up one."""
@@ -102,8 +106,13 @@ class TransferPlan:
         return json.dumps(self.to_dict(), separators=(",", ":"), sort_keys=True).encode()
 
     def plan_id(self) -> str:
-        """The sha256 of the plan as JSON."""
-        return hashlib.sha256(self.to_json()).hexdigest()
+        """A sha256 of all that makes plans equal: one value for equal plans, in any process, read from JSON or made."""
+        gaps = [(rank, [(x.offset, x.shape, x.strides) for x in self.unfilled[rank]]) for rank in sorted(self.unfilled)]
+        digest = hashlib.sha256(repr((self.logical_shape, gaps)).encode())
+        for first in range(0, len(self.segments), _HASHED_TOGETHER):
+            rows = [each.row for each in self.segments[first : first + _HASHED_TOGETHER]]
+            digest.update(repr(rows).encode())
+        return digest.hexdigest()
 
 
 def misfilled(segments: Iterable[TransferSegment], unfilled: Mapping[int, Iterable[Region]]) -> int | None:

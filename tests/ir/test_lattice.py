@@ -7,7 +7,8 @@ import random
 import pytest
 
 from deepspeed_affine.errors import BudgetExceededError
-from deepspeed_affine.ir.lattice import Budget, Lattice, intersect, iterate, proper, subtract
+from deepspeed_affine.ir.difference import subtract
+from deepspeed_affine.ir.lattice import Budget, Lattice, intersect, iterate, proper
 
 Raw = tuple[int, int, list[tuple[int, int, int]]]
 

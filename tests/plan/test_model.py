@@ -3,13 +3,14 @@
 import itertools
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from deepspeed_affine.errors import InvalidMapError, PolicyError
 from deepspeed_affine.execute.transfer import run_plan
-from deepspeed_affine.ir import contiguous_split_map, replicated_map
+from deepspeed_affine.ir import Region, contiguous_split_map, replicated_map
 from deepspeed_affine.plan.grid import Tensor, Topology, state_placements, weight_placements
 from deepspeed_affine.plan.model import ModelPlan, Placement, plan_model
 from deepspeed_affine.plan.transfer import plan_transfer
@@ -158,6 +159,8 @@ def test_a_plan_is_data_and_deterministic():
     read = ModelPlan.from_dict(json.loads(json.dumps(plan.to_dict())))
     assert read == plan
     assert read.traffic == plan.traffic
+    assert hash(read) == hash(plan)
+    assert {plan: "kept"}[read] == "kept"
     assert read.plan_id() == plan.plan_id()
 
 
@@ -247,3 +250,34 @@ def test_topologies_are_read_in_any_order():
         Tensor("w", (4, 4), 2)
     with pytest.raises(PolicyError, match="equal units"):
         Tensor("w", (5, 4), 0, 2)
+
+
+def test_an_id_tells_every_member_of_a_plan():
+    source, target = (state_placements(MODEL[:2], each, 12) for each in (TOPOLOGIES[3], TOPOLOGIES[6]))
+    plan = plan_model(target, source)
+    name = next(iter(plan.plans))
+    one = plan.plans[name]
+    segment = one.segments[-1]
+    changed = [
+        replace(segment, source_rank=segment.source_rank + 1),
+        replace(segment, source_offset=segment.source_offset + 1),
+        replace(segment, target_rank=segment.target_rank + 1),
+        replace(segment, target_offset=segment.target_offset + 1),
+        replace(segment, scale=2.0),
+        replace(
+            segment,
+            shape=(*segment.shape, 1),
+            source_strides=(*segment.source_strides, 1),
+            target_strides=(*segment.target_strides, 1),
+        ),
+    ]
+    others = [replace(one, segments=(*one.segments[:-1], each)) for each in changed]
+    others += [replace(one, segments=one.segments[:-1]), replace(one, logical_shape=(1, *one.logical_shape))]
+    others.append(replace(one, unfilled={0: (Region(0, (1,), (1,)),)}))
+    plans = [replace(plan, plans={**plan.plans, name: other}) for other in others]
+    plans += [
+        replace(plan, same_ranks=False),
+        replace(plan, itemsizes={**plan.itemsizes, name: 2}),
+        replace(plan, plans={key: each for key, each in plan.plans.items() if key != name}),
+    ]
+    assert len({each.plan_id() for each in [plan, *plans]}) == 1 + len(plans)
