@@ -138,6 +138,7 @@ def read_zero3(
             held, reserved = zero3_interval(shape_numel(shape), count, rank)
             for state, value in flat.items():
                 if _is_flat(value):
+                    _require_no_more(name, state, value, masters[index].shape[0], file)
                     table.add_fragment(at, state, Fragment(value, start, held, rank), index)
                 elif _is_scalar(value):
                     table.add_scalar(at, state, value, index, file)
@@ -301,6 +302,18 @@ def _is_scalar(value: Any) -> bool:
         return True
     shape = getattr(value, "shape", None)
     return isinstance(shape, tuple) and not shape
+
+
+def _require_no_more(name: str, state: str, value: Any, most: int, file: str) -> None:
+    """What lies behind the partition's elements would be lost without a word."""
+    if value.shape[0] > most:
+        raise UnsupportedLayoutError(
+            f"parameter {name!r}: optimizer state {state!r} has {value.shape[0]} elements in {file}, and its partition "
+            f"has {most}; one each is expected, so it cannot be placed in the full tensor. Convert with an optimizer "
+            "that keeps element-wise states, or drop this state before saving.",
+            param=name,
+            file=file,
+        )
 
 
 def _unmapped(name: str, state: str, value: Any, file: str) -> UnsupportedLayoutError:

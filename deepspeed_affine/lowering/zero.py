@@ -79,7 +79,8 @@ def fragment_pieces(
                 f"parameter {param!r}, state {state!r}: tensor-parallel rank {rank}, data-parallel rank "
                 f"{fragment.rank} records "
                 f"elements [{fragment.start}, {fragment.start + fragment.numel}) of a stored partition of "
-                f"{stored} elements. The optimizer file is damaged: use another checkpoint.",
+                f"{stored} elements. The optimizer file is damaged, or its optimizer keeps no element-wise state: use "
+                "another checkpoint, or another optimizer.",
                 param=param,
                 rank=rank,
             )

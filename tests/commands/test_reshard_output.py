@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from converting import leftovers
 from ranks import alone, by_hand
 from resharding import reshard, wrong_files
@@ -277,3 +278,12 @@ def test_a_hostile_pickle_does_nothing(tmp_path):
     made.optim(0)["loss_scaler"] = Hostile()
     assert reshard(made.save(tmp_path / "in"), tmp_path / "out", "--dp", 3) in (0, 2)
     assert not (tmp_path / "executed").exists()
+
+
+def test_a_state_of_more_elements_than_its_partition_is_not_cut_short(tmp_path, capsys):
+    made = make(World(stage=3, dp=2), PARAMS)
+    for dp in range(2):
+        state = made.optim(dp)["optimizer_state_dict"]["state"][1]
+        state["exp_avg"] = torch.cat([state["exp_avg"], torch.ones(5)])
+    assert reshard(made.save(tmp_path / "in"), tmp_path / "out", "--dp", 3) == 2
+    assert "its partition has" in capsys.readouterr().err
