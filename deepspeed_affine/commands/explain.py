@@ -16,12 +16,15 @@ from deepspeed_affine.lowering.state_table import STEP
 if TYPE_CHECKING:
     from deepspeed_affine.plan.checkpoint_layout import CheckpointLayout
     from deepspeed_affine.plan.model import ModelPlan
+    from deepspeed_affine.plan.placement import Placement
 
 __all__ = ["add_arguments", "run"]
 
 FORMAT = 1
 SCALAR_STATES = (STEP,)
 """One number for a parameter, and none of its shape."""
+
+SHOWN_LEFT = 5
 
 STATE_BYTES = 4
 """Of a state of one element, where only a layout file tells of it: most are kept in float32."""
@@ -59,12 +62,16 @@ def run(args: argparse.Namespace) -> int:
     if args.segments and not args.json:
         raise PolicyError("--segments: is for --json; give both.")
     (source, source_states), (target, target_states) = _layout(args.source), _layout(args.target)
-    plan = _plan(args, source, target, source_states or (None if source.states else target_states))
+    placed = _placed(args, source, target, source_states or (None if source.states else target_states))
+    left = sorted(placed[0].keys() - placed[1].keys()) if args.param is None else []
+    held = source.states if source.states is not None or source_states is None else ()
+    new = [] if held is None or args.what != "states" else sorted(set(target.states or ()) - set(held))
+    plan = _plan(args, source, target, placed)
     if args.plot is not None:
         from deepspeed_affine.commands.picture import draw_maps
 
-        sides = [(side, f"{each.tp} tensor-parallel ranks") for side, each in ((source, source), (target, target))]
-        draw_maps(args.plot, args.param, [(side.params[args.param].layout, label) for side, label in sides])
+        sides = [(each[args.param], _named(layout)) for each, layout in zip(placed, (source, target), strict=True)]
+        draw_maps(args.plot, args.param, sides)
     if args.json:
         from deepspeed_affine.commands.explaining import described
 
@@ -73,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
             "what": args.what,
             "source": {"path": args.source, **_topology(source)},
             "target": {"path": args.target, **_topology(target)},
+            "source_only": left,
+            "new_states": new,
             **described(plan),
         }
         if args.segments:
@@ -84,6 +93,11 @@ def run(args: argparse.Namespace) -> int:
     say(f"{args.what}: {_named(source)} to {_named(target)}")
     for line in told(plan, everything=args.all):
         say(line)
+    if left:
+        more = f" and {len(left) - SHOWN_LEFT:,} more (--json)" if len(left) > SHOWN_LEFT else ""
+        say(f"  not moved: the target has no {args.what} of {', '.join(left[:SHOWN_LEFT])}{more}")
+    if new:
+        say(f"  not moved: the source has no {' and no '.join(new)}, which the target keeps")
     if args.plot is not None:
         say(f"{args.plot}: written")
     return 0
@@ -119,10 +133,10 @@ def _named(layout: CheckpointLayout) -> str:
     return f"TP {layout.tp}, PP {layout.pp}, DP {layout.dp}, ZeRO-{layout.stage}"
 
 
-def _plan(
+def _placed(
     args: argparse.Namespace, source: CheckpointLayout, target: CheckpointLayout, known_states: Mapping[str, int] | None
-) -> ModelPlan:
-    from deepspeed_affine.plan.model import plan_model
+) -> tuple[dict[str, Placement], dict[str, Placement]]:
+    """Which process has what, on both sides."""
     from deepspeed_affine.plan.placing import checkpoint_placements
     from deepspeed_affine.storage.dtypes import item_size
 
@@ -131,8 +145,18 @@ def _plan(
     sizes = {name: item_size(param.dtype) for each in (target, source) for name, param in each.params.items()}
     if args.what == "states":
         sizes = {name: (known_states or {}).get(name, STATE_BYTES * states) for name in sizes}
-    placed = [checkpoint_placements(each, args.what, sizes) for each in (source, target)]
-    wanted = placed[1]
+    return checkpoint_placements(source, args.what, sizes), checkpoint_placements(target, args.what, sizes)
+
+
+def _plan(
+    args: argparse.Namespace,
+    source: CheckpointLayout,
+    target: CheckpointLayout,
+    placed: tuple[Mapping[str, Placement], Mapping[str, Placement]],
+) -> ModelPlan:
+    from deepspeed_affine.plan.model import plan_model
+
+    held, wanted = placed
     if args.param is not None:
         if args.param not in wanted:
             raise InvalidMapError(
@@ -141,9 +165,9 @@ def _plan(
                 param=args.param,
             )
         wanted = {args.param: wanted[args.param]}
-    rows = {name: _rows(name, source, target) for name in wanted if name in placed[0]}
+    rows = {name: _rows(name, source, target) for name in wanted if name in held}
     known = {name: count for name, count in rows.items() if count is not None}
-    return plan_model(wanted, placed[0], policy=args.policy, same_ranks=not args.apart, valid_rows=known, bound=True)
+    return plan_model(wanted, held, policy=args.policy, same_ranks=not args.apart, valid_rows=known, bound=True)
 
 
 def _rows(name: str, source: CheckpointLayout, target: CheckpointLayout) -> int | None:

@@ -1,7 +1,7 @@
 """Two object graphs walked side by side: plain values compared on the way, tensors handed on as pairs.
 
-The graphs are what reading a file without executing it gives. The order of dictionary keys, and whether a tensor
-wants a gradient, are no content.
+The graphs are what reading a file without executing it gives. The order of dictionary keys, whether a tensor wants a
+gradient, and the numbers that ZeRO-3 gives tensors while it runs, are no content.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ class Step(NamedTuple):
     text: str
     key: Any = None
 
+
+RUN_ATTRIBUTES = ("ds_id",)
+"""Of tensors: what ZeRO-3 numbers them with while it runs, and finds anew in the next run."""
 
 Place = tuple[Step, ...]
 
@@ -95,8 +98,9 @@ class GraphWalk:
             yield ValueDifference(place, _text(a), _text(b))
         elif not a.is_meta:
             yield TensorPair(place, a, b)
-        if a.state is not None or b.state is not None:
-            self._pending.append(((*place, Step(".__dict__")), a.state, b.state))
+        ours, theirs = _content(a.state), _content(b.state)
+        if ours is not None or theirs is not None:
+            self._pending.append(((*place, Step(".__dict__")), ours, theirs))
 
     def _mappings(self, place: Place, a: Mapping[Any, Any], b: Mapping[Any, Any]) -> Iterator[ValueDifference]:
         if not self._first_visit(a, b):
@@ -140,6 +144,13 @@ class GraphWalk:
 def _as_tensor(value: Any) -> Any:
     """A storage that stands for itself is the flat tensor over it."""
     return TensorRef(value, 0, (value.numel,), (1,)) if isinstance(value, StorageRef) else value
+
+
+def _content(state: Any) -> Any:
+    """A tensor's own attributes without the number under which one process keeps it; None where nothing is left."""
+    if not isinstance(state, Mapping):
+        return state
+    return {key: value for key, value in state.items() if key not in RUN_ATTRIBUTES} or None
 
 
 def _same(a: Any, b: Any) -> bool:

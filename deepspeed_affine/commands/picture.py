@@ -1,4 +1,4 @@
-"""Pictures of maps: which ranks hold which region of F (needs matplotlib, the ``plot`` extra)."""
+"""Pictures of placements: which processes hold which region of F (needs matplotlib, the ``plot`` extra)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from deepspeed_affine.errors import PolicyError, UnsupportedLayoutError
-from deepspeed_affine.ir import ParamAffineMap
 from deepspeed_affine.ir.algebra import lattices
 from deepspeed_affine.ir.lattice import contains
+from deepspeed_affine.plan.placement import Placement
 
 __all__ = ["draw_maps", "held_by"]
 
@@ -22,12 +22,13 @@ SAMPLES = 192
 SHOWN_SETS = 16
 
 
-def held_by(layout: ParamAffineMap) -> tuple[npt.NDArray[np.int32], list[tuple[int, ...]]]:
-    """``(picture, sets)``: for sampled rows and columns of F, seen as a matrix, the number of the set of holders.
+def held_by(placement: Placement) -> tuple[npt.NDArray[np.int32], list[tuple[int, ...]]]:
+    """``(picture, sets)``: for sampled rows and columns of F, seen as a matrix, the number of the set of processes.
 
     Axis 0 of F are the rows, everything else the columns; a vector is one row. -1 is held by nobody. The cost is the
     samples times the pieces of the map, whatever the size of F.
     """
+    layout = placement.layout
     shape = layout.logical_shape
     rows = shape[0] if len(shape) > 1 else 1
     columns = layout.numel // rows if rows else 0
@@ -35,7 +36,7 @@ def held_by(layout: ParamAffineMap) -> tuple[npt.NDArray[np.int32], list[tuple[i
     sets: dict[tuple[int, ...], int] = {}
     picture = np.full((len(at_rows), len(at_columns)), -1, np.int32)
     keyed = [
-        (tuple(sorted(piece.locations)), lattice)
+        (tuple(sorted([process for each in piece.locations for process in placement.holders[each]])), lattice)
         for rank, piece in layout.pieces()
         if rank == min(piece.locations) and piece.numel
         for lattice in lattices(piece, "source")
@@ -58,8 +59,8 @@ def _samples(extent: int) -> list[int]:
     return [number * (extent - 1) // (SAMPLES - 1) for number in range(SAMPLES)]
 
 
-def draw_maps(path: str, name: str, sides: Sequence[tuple[ParamAffineMap, str]]) -> None:
-    """The picture of one parameter's maps, side by side, is in the file at ``path``.
+def draw_maps(path: str, name: str, sides: Sequence[tuple[Placement, str]]) -> None:
+    """The picture of which processes hold what of one parameter, side by side, is in the file at ``path``.
 
     Raises UnsupportedLayoutError without matplotlib, and PolicyError where the file cannot be written.
     """
@@ -74,13 +75,16 @@ def draw_maps(path: str, name: str, sides: Sequence[tuple[ParamAffineMap, str]])
     figure = Figure(figsize=(6 * len(sides), 5), layout="constrained")
     colors = matplotlib.colormaps["tab20"]
     figure.suptitle(name, parse_math=False)
-    for number, (layout, label) in enumerate(sides, 1):
-        picture, sets = held_by(layout)
+    for number, (placement, label) in enumerate(sides, 1):
+        layout = placement.layout
+        picture, sets = held_by(placement)
         axes: Any = figure.add_subplot(1, len(sides), number)
         axes.set_title(f"{label}, F {' x '.join(map(str, layout.logical_shape)) or 'scalar'}")
         shape = layout.logical_shape
         rows = shape[0] if len(shape) > 1 else 1
         extent = (0, max(layout.numel // rows if rows else 0, 1), max(rows, 1), 0)
+        if len(shape) < 2:
+            axes.set_yticks([])
         if picture.size:
             axes.imshow(picture % 20, cmap=colors, vmin=0, vmax=19, aspect="auto", interpolation="none", extent=extent)
         handles = [Patch(color=colors(at % 20), label=_named(holders)) for at, holders in enumerate(sets[:SHOWN_SETS])]

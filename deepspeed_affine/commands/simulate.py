@@ -25,8 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="llama-7b, llama-13b, llama-70b, llama3-8b, llama3-405b, or a file: a config.json of the Llama kind, or "
         "a list of tensors",
     )
-    parser.add_argument("--source", required=True, metavar="tp8,pp4,dp16,zero1", help="topology to move from")
-    parser.add_argument("--target", required=True, metavar="tp4,pp8,dp32", help="topology to move to")
+    parser.add_argument(
+        "--source", required=True, metavar="tp8,pp4,dp16,zero1", help="topology to move from; without zeroS, no ZeRO"
+    )
+    parser.add_argument(
+        "--target",
+        required=True,
+        metavar="tp4,pp8,dp32",
+        help="topology to move to; without zeroS, the ZeRO stage of the source",
+    )
     parser.add_argument(
         "--what",
         choices=("weights", "states"),
@@ -62,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
             raise PolicyError(f"--{option.replace('_', '-')} {getattr(args, option)}: expected 1 to 1024.")
     if args.host_ranks < 0:
         raise PolicyError(f"--host-ranks {args.host_ranks}: expected 1 or more, or 0 for no machines.")
-    source, target = Topology.parse(args.source), Topology.parse(args.target)
+    source = Topology.parse(args.source)
+    target = Topology.parse(args.target, source.zero)
     tensors = _tensors(args.model)
     for option, topology in (("--source", source), ("--target", target)):
         shards = max(len(tensors) * topology.tp * topology.dp, topology.world)

@@ -57,7 +57,7 @@ class LoadReport:
             lines.append(f"  buffers: {len(self.buffers)}")
         if self.states:
             counts = ", ".join(f"{state} of {count} parameters" for state, count in self.states.items())
-            lines.append(f"  optimizer states: {counts}")
+            lines.append(f"  optimizer states, of what this rank holds: {counts}")
         if self.restored:
             lines.append(f"  also: {', '.join(self.restored)}")
         if self.padding:

@@ -55,8 +55,8 @@ class Topology:
     zero: int = 0
 
     @classmethod
-    def parse(cls, text: str) -> Topology:
-        """Read ``tp8,pp4,dp16,zero1``, in any order, what is left out being 1 (and no ZeRO)."""
+    def parse(cls, text: str, zero: int = 0) -> Topology:
+        """Read ``tp8,pp4,dp16,zero1``, in any order, what is left out being 1, and the ZeRO stage ``zero``."""
         found: dict[str, int] = {}
         for part in text.split(","):
             match = re.fullmatch(r"(tp|pp|dp|zero)(\d{1,6})", part.strip())
@@ -68,7 +68,7 @@ class Topology:
             found[match[1]] = int(match[2])
         if min([found.get(key, 1) for key in ("tp", "pp", "dp")]) < 1 or found.get("zero", 0) > 3:
             raise PolicyError(f"topology {text!r}: degrees are 1 or more and the ZeRO stage is 0 to 3.")
-        return cls(**found)
+        return cls(**{"zero": zero, **found})
 
     @property
     def world(self) -> int:

@@ -204,7 +204,7 @@ def plan_model(
     """
     budget = limits or PlanBudget()
     check_policy(policy)
-    check_sides(target, source)
+    check_sides(target, source, valid_rows or {})
     # Ties between senders go by the order of parameters, which is to be the same in every process.
     target = {name: target[name] for name in sorted(target)}
     known: dict[tuple[ParamAffineMap, ParamAffineMap, int | None], _Geometry] = {}

@@ -59,8 +59,13 @@ class Placement:
         return cls(layout, {rank: (rank,) for rank in layout.ranks}, itemsize)
 
 
-def check_sides(target: Mapping[str, Placement], source: Mapping[str, Placement]) -> None:
-    """The source has every parameter of the target, as wide; otherwise InvalidMapError lists those it has not."""
+def check_sides(
+    target: Mapping[str, Placement], source: Mapping[str, Placement], valid_rows: Mapping[str, int]
+) -> None:
+    """The source has every parameter of the target, as wide and of its shape; InvalidMapError lists those it has not.
+
+    The shapes of those in ``valid_rows`` are not compared.
+    """
     faults = Faults()
     for side, given in (("target", target), ("source", source)):
         rows = given.items() if isinstance(given, Mapping) else ((None, None),)
@@ -79,6 +84,18 @@ def check_sides(target: Mapping[str, Placement], source: Mapping[str, Placement]
                 InvalidMapError(
                     f"parameter {name!r}: its elements have {source[name].itemsize} bytes in the source and "
                     f"{placement.itemsize} in the target; expected one width. Convert one side's dtype first.",
+                    param=name,
+                )
+            )
+        elif name not in valid_rows and source[name].layout.logical_shape != placement.layout.logical_shape:
+            theirs, ours = source[name].layout.logical_shape, placement.layout.logical_shape
+            advice = "Are both of one model?"
+            if ours[1:] == theirs[1:]:
+                advice = "For two paddings of one vocabulary give its real height in valid_rows."
+            faults.add(
+                InvalidMapError(
+                    f"parameter {name!r}: has shape {theirs} in the source and {ours} in the target; expected one. "
+                    f"{advice}",
                     param=name,
                 )
             )

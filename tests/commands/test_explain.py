@@ -11,6 +11,7 @@ from deepspeed_affine.commands.picture import SAMPLES, draw_maps, held_by
 from deepspeed_affine.errors import UnsupportedLayoutError
 from deepspeed_affine.ir import AffinePiece, ParamAffineMap, contiguous_split_map, replicated_map
 from deepspeed_affine.plan.model import ModelPlan
+from deepspeed_affine.plan.placement import Placement
 
 PARAMS = [
     Param("a.weight", random_full((8, 6), 1), COLUMN),
@@ -137,16 +138,44 @@ def test_a_picture_is_written(two, tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_picture_speaks_of_the_processes_of_the_text(two, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("deepspeed_affine.commands.picture.draw_maps", lambda path, name, sides: drawn.extend(sides))
+    assert ds_affine(["explain", *two, "--param", "norm", "--plot", str(tmp_path / "map.png")]) == 0
+    (before, source), (after, target) = drawn
+    assert (source, target) == ("TP 2, PP 1, DP 2, ZeRO-1", "TP 1, PP 1, DP 3, ZeRO-3")
+    picture, sets = held_by(after)
+    assert sets == [(0,), (1,), (2,)]
+    assert picture.tolist() == [[0, 0, 0, 1, 1, 1, 2]]
+    # Whole on both tensor-parallel ranks, and cut over the data-parallel ranks of each.
+    assert all(len(holders) == 2 for holders in held_by(before)[1])
+    weights = Placement(contiguous_split_map((2, 1), (1, 1), 0), {0: (0, 2), 1: (1, 3)}, 4)
+    assert held_by(weights)[1] == [(0, 2), (1, 3)]
+
+
+def test_what_only_one_side_has_is_told(tmp_path, capsys):
+    full = saved(tmp_path, "full", World(stage=1, dp=2))
+    fewer = saved(tmp_path, "fewer", World(stage=1, dp=2), PARAMS[:2])
+    found = explained(capsys, full, fewer)
+    assert (found["source_only"], found["new_states"], found["parameters"]) == (["norm"], [], 2)
+    assert ds_affine(["explain", full, fewer]) == 0
+    assert "the target has no states of norm\n" in capsys.readouterr().out
+    none = saved(tmp_path, "none", World(stage=1, dp=2, states=(), step=None), PARAMS[:2])
+    found = explained(capsys, none, fewer)
+    assert found["new_states"] == ["exp_avg", "exp_avg_sq", "step"]
+    assert found["moved_bytes"] + found["local_bytes"] == (48 + 40) * 4
+
+
 def test_a_name_is_drawn_as_it_is(tmp_path):
     file = tmp_path / "no_ending"
-    draw_maps(str(file), r"a$\frac$b$_{$", [(replicated_map((2, 2), 1), "one")])
+    draw_maps(str(file), r"a$\frac$b$_{$", [(Placement.own(replicated_map((2, 2), 1), 4), "one")])
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(UnsupportedLayoutError, match=r"deepspeed-affine\[plot\]"):
-        draw_maps(str(tmp_path / "x.png"), "w", [(replicated_map((2, 2), 1), "one")])
+        draw_maps(str(tmp_path / "x.png"), "w", [(Placement.own(replicated_map((2, 2), 1), 4), "one")])
 
 
 def test_a_picture_shows_the_holders_of_every_element():
@@ -164,7 +193,7 @@ def test_a_picture_shows_the_holders_of_every_element():
         ),
     ]
     for layout in layouts:
-        picture, sets = held_by(layout)
+        picture, sets = held_by(Placement.own(layout, 4))
         flat = picture.reshape(-1)
         holders = layout.holders()
         assert len(flat) == layout.numel
@@ -172,12 +201,12 @@ def test_a_picture_shows_the_holders_of_every_element():
 
 
 def test_a_large_map_is_sampled():
-    picture, sets = held_by(contiguous_split_map((50_000, 30_000), (10_000, 40_000), 0))
+    picture, sets = held_by(Placement.own(contiguous_split_map((50_000, 30_000), (10_000, 40_000), 0), 4))
     assert picture.shape == (SAMPLES, SAMPLES)
     assert sets == [(0,), (1,)]
     assert abs(np.mean(picture == 0) - 0.2) < 0.01
     hole = contiguous_split_map((4, 4), (2, 2), 0).restrict_rows(0, 3)
-    assert (held_by(hole)[0][3] == -1).all()
+    assert (held_by(Placement.own(hole, 4))[0][3] == -1).all()
 
 
 def simulated(capsys, *arguments):
@@ -207,6 +236,16 @@ def test_a_simulation_of_thousands_of_ranks(capsys):
         )
     )
     assert states["moved_bytes"] + states["local_bytes"] == total * 12
+
+
+def test_a_target_without_a_stage_has_the_stage_of_the_source(capsys):
+    common = ["--model", "llama-7b", "--source", "tp2,dp2,zero1", "--what", "states", "--json"]
+    short, full, none = (
+        json.loads(simulated(capsys, *common, "--target", text)) for text in ("tp4", "tp4,zero1", "tp4,zero0")
+    )
+    assert short["target"]["topology"] == "tp4,pp1,dp1,zero1"
+    assert short["traffic"] == full["traffic"]
+    assert none["target"]["topology"] == "tp4,pp1,dp1,zero0"
 
 
 def test_two_tensors_of_one_name_are_refused(tmp_path, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import Deep, Foreign, FragmentAddress, ZeroStage, ZeroStageByName, save
 
-from deepspeed_affine.commands.graphs import GraphWalk, TensorPair, is_in
+from deepspeed_affine.commands.graphs import GraphWalk, TensorPair, ValueDifference, is_in
 from deepspeed_affine.storage.pt_reader import load_pickle
 from deepspeed_affine.storage.refs import Global, StandIn, StorageRef, TensorRef, TorchSize
 
@@ -106,6 +107,10 @@ def test_what_is_no_difference():
     one, other = TensorRef(storage, 0, (2, 2), (2, 1), True), TensorRef(storage, 0, (2, 2), (1, 2), False, True)
     (pair,), _ = walk(one, other)
     assert pair == TensorPair((), one, other)
+    numbered = replace(one, state={"ds_id": "0_35"})
+    assert walk(numbered, one) == ([TensorPair((), numbered, one)], 0)
+    named = replace(one, state={"ds_id": "0_35", "name": 1})
+    assert [type(each) for each in walk(named, numbered)[0]] == [TensorPair, ValueDifference]
 
 
 def test_keys_and_lengths():
