@@ -29,6 +29,7 @@ setup(
             "moto[s3]",
             "mypy",
             "pytest",
+            "pytest-xdist",
             "ruff",
             "s3fs",
             "transformers==4.57.6",

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from deepspeed_affine.errors import PolicyError
 from deepspeed_affine.execute.link import JobError
+from deepspeed_affine.ir.ints import shown
 
 __all__ = ["Pending", "Wire"]
 
@@ -52,7 +53,12 @@ class Wire:
             return
         if group is None:
             self._group = dist.group.WORLD
-        self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        try:
+            self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise PolicyError(
+                f"transfer: the group is {shown(group)}; expected what torch.distributed.new_group returned."
+            ) from error
         if self.rank < 0:
             raise PolicyError("transfer: this process is not in the group; expected to be called by its members only.")
 

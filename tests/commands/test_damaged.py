@@ -184,10 +184,15 @@ import os, signal, sys, threading, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from deepspeed_affine.storage import sink
 real = os.pwrite
+calls = []
 def slow(fd, data, offset):
+    calls.append(fd)
     if not os.path.exists(sys.argv[1]):
         open(sys.argv[1], "w").close()
     time.sleep(0.05)
+    # However late the interrupt comes, it finds files that are still to be written.
+    while len(calls) > 100 and not os.path.exists(sys.argv[1] + ".interrupted"):
+        time.sleep(0.05)
     return real(fd, data, offset)
 sink.os = type("Slow", (), dict(vars(os), pwrite=staticmethod(slow)))
 from deepspeed_affine.cli import ds_to_universal
@@ -212,6 +217,7 @@ def test_an_interrupted_conversion_is_resumed(tmp_path, capsys, workers, number)
             assert time.monotonic() < deadline
             time.sleep(0.01)
         process.send_signal(number)
+        started.with_name("started.interrupted").touch()
         _, said = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "interrupted" in said

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engines import Small, make_engine, take_steps
+from engines import Small, make_engine, start_process_group, take_steps
 
 import deepspeed_affine
 from deepspeed_affine.errors import PolicyError
@@ -38,6 +38,15 @@ def test_an_engine_is_evaluated_by_another_model(stage):
         assert float(model(tokens)) == pytest.approx(float(engine(tokens)), rel=1e-6)
     assert report.bytes_sent == 0
     assert report.bytes_copied == sum(4 * param.numel() for param in model.parameters())
+
+
+def test_what_is_no_group_is_refused_by_its_name():
+    start_process_group()
+    side = deepspeed_affine.live_shards(Small())
+    plan = deepspeed_affine.plan_model({}, side.placements)
+    for group in (object(), "world", 0):
+        with pytest.raises(PolicyError, match="expected what torch.distributed.new_group returned"):
+            deepspeed_affine.transfer(side.shards, {}, plan, group)
 
 
 def test_no_engine_is_a_side_with_nothing_and_anything_else_is_refused():

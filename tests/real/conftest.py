@@ -6,12 +6,14 @@ an importable transformers 5.10.0; ``DEEPSPEED_AFFINE_VERSIONS`` one with a fold
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -131,21 +133,32 @@ class Real:
         return self._loaded[name]
 
     def _made(self, verb: str, name: str, root: Path, options: list[str]) -> Outcome:
-        case = by_name(name)
-        identity = repr(case)
-        if not self._fresh(verb, root / name, identity):
-            batch = [name]
-            for other in self.wanted:
-                runnable = other != name
-                trained = verb == "train" or (self.cache / other / "train.json").exists()
-                if runnable and trained and not self._fresh(verb, root / other, repr(by_name(other))):
-                    batch.append(other)
-            for other in batch:
-                _remove(root / other)
-            self._launch(verb, batch, options)
-            for other in batch:
-                (root / other / f"{verb}.case").write_text(repr(by_name(other)), encoding="utf-8")
+        with self._alone():
+            if not self._fresh(verb, root / name, repr(by_name(name))):
+                self._make(verb, name, root, options)
         return self._outcome(verb, root / name)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other process of the test run makes anything in the cache meanwhile."""
+        self.cache.mkdir(parents=True, exist_ok=True)
+        with (self.cache / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _make(self, verb: str, name: str, root: Path, options: list[str]) -> None:
+        """``name`` is made, and in the same process start whatever else will be wanted."""
+        batch = [name]
+        for other in self.wanted:
+            runnable = other != name
+            trained = verb == "train" or (self.cache / other / "train.json").exists()
+            if runnable and trained and not self._fresh(verb, root / other, repr(by_name(other))):
+                batch.append(other)
+        for other in batch:
+            _remove(root / other)
+        self._launch(verb, batch, options)
+        for other in batch:
+            (root / other / f"{verb}.case").write_text(repr(by_name(other)), encoding="utf-8")
 
     def _fresh(self, verb: str, folder: Path, identity: str) -> bool:
         stamp = folder / f"{verb}.case"
@@ -186,7 +199,12 @@ def _wanted(session: pytest.Session) -> list[str]:
 @pytest.fixture(scope="session")
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     named = os.environ.get("DEEPSPEED_AFFINE_TEST_CACHE")
-    return Path(named).absolute() if named else tmp_path_factory.mktemp("real_cache")
+    if named:
+        return Path(named).absolute()
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        # One for all processes of the run.
+        return tmp_path_factory.getbasetemp().parent / "real_cache"
+    return tmp_path_factory.mktemp("real_cache")
 
 
 @pytest.fixture(scope="session")
