@@ -45,7 +45,7 @@ def test_what_is_no_group_is_refused_by_its_name():
     side = deepspeed_affine.live_shards(Small())
     plan = deepspeed_affine.plan_model({}, side.placements)
     for group in (object(), "world", 0):
-        with pytest.raises(PolicyError, match="expected what torch.distributed.new_group returned"):
+        with pytest.raises(PolicyError, match=r"expected what torch\.distributed\.new_group returned"):
             deepspeed_affine.transfer(side.shards, {}, plan, group)
 
 
