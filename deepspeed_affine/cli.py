@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from deepspeed_affine._version import __version__
+from deepspeed_affine.commands.arguments import LineParser
 from deepspeed_affine.commands.guarded import COULD_NOT, guarded
 
 __all__ = ["ds_affine", "ds_to_universal"]
@@ -32,7 +32,7 @@ def ds_to_universal(argv: Sequence[str] | None = None) -> int:
     """Convert with the affine converter when ``--affine`` is given, else hand over to DeepSpeed's own command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     convert = import_module("deepspeed_affine.commands.convert")
-    parser = argparse.ArgumentParser(
+    parser = LineParser(
         prog="ds_to_universal",
         description="Convert a DeepSpeed checkpoint to a universal checkpoint. With --affine the conversion is "
         "done by deepspeed_affine: one pass, checked, published by one rename. Without it, DeepSpeed's own "
@@ -58,7 +58,7 @@ def ds_to_universal(argv: Sequence[str] | None = None) -> int:
 
 def ds_affine(argv: Sequence[str] | None = None) -> int:
     """Run one verb of the toolbox and return its exit code: 0 done, 1 compared and different, 2 could not."""
-    parser = argparse.ArgumentParser(
+    parser = LineParser(
         prog="ds_affine", description="Tools around affine maps of DeepSpeed checkpoints.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"deepspeed-affine {__version__}")
@@ -72,6 +72,6 @@ def ds_affine(argv: Sequence[str] | None = None) -> int:
         sub.set_defaults(run=module.run)
     args, unknown = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     if unknown:
-        # As argparse says it, with the usage of the verb and not of all.
+        # As argparse says it, by the verb's name and not that of all.
         parsers[args.verb].error(f"unrecognized arguments: {' '.join(unknown)}")
     return guarded("ds_affine", args.run, args)

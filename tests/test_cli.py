@@ -76,11 +76,20 @@ def test_every_option_of_the_installed_converter_is_ours_too():
     assert [option for option in sorted(options) if option not in ours] == []
 
 
-def test_no_arguments_show_the_usage(capsys):
+def in_one_line(capsys, program):
+    """What argparse finds wrong, where it is said in one line with where to read on."""
+    (line,) = capsys.readouterr().err.splitlines()
+    start, end = f"{program}: error: ", f". See {program} --help."
+    assert line.startswith(start)
+    assert line.endswith(end)
+    return line.removeprefix(start).removesuffix(end)
+
+
+def test_no_arguments_are_said_in_one_line(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.ds_to_universal([])
     assert ended.value.code == 2
-    assert "usage: ds_to_universal" in capsys.readouterr().err
+    in_one_line(capsys, "ds_to_universal")
 
 
 @pytest.mark.parametrize(
@@ -95,11 +104,11 @@ def test_no_arguments_show_the_usage(capsys):
         ["--affine", "--input", "x", "--output", "y"],
     ],
 )
-def test_wrong_options_show_the_usage(capsys, arguments):
+def test_wrong_options_are_said_in_one_line(capsys, arguments):
     with pytest.raises(SystemExit) as ended:
         cli.ds_to_universal(arguments)
     assert ended.value.code == 2
-    assert "usage: ds_to_universal" in capsys.readouterr().err
+    in_one_line(capsys, "ds_to_universal")
 
 
 @pytest.mark.parametrize(
@@ -311,13 +320,28 @@ def test_conversion_needs_no_deepspeed(tmp_path):
 
 
 @pytest.mark.parametrize("verb", ["verify", "diff", "inspect", "parity"])
-def test_what_a_verb_does_not_know_is_said_with_its_own_usage(capsys, verb):
+def test_what_a_verb_does_not_know_is_said_by_its_own_name(capsys, verb):
     with pytest.raises(SystemExit) as ended:
         cli.ds_affine([verb, "--input_folder" if verb == "parity" else "a", "b", "c", "d"])
     assert ended.value.code == 2
-    usage, *_, last = capsys.readouterr().err.splitlines()
-    assert usage.startswith(f"usage: ds_affine {verb} ")
-    assert last.startswith(f"ds_affine {verb}: error: unrecognized arguments: ")
+    assert in_one_line(capsys, f"ds_affine {verb}").startswith("unrecognized arguments: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["reshard", "--dp", "0"], "'0' is not a number of at least 1"),
+        (["reshard", "--zero-stage", "0"], "a checkpoint without ZeRO has no partitions; expected 1, 2 or 3"),
+        (["reshard", "--zero-stage", "4"], "'4' is not a stage that can be written; expected 1, 2 or 3"),
+        (["diff", "a"], "required"),
+        (["ninfer", "inspect"], "required"),
+    ],
+)
+def test_a_wrong_option_of_a_verb_is_one_line(capsys, arguments, said):
+    with pytest.raises(SystemExit) as ended:
+        cli.ds_affine(arguments)
+    assert ended.value.code == 2
+    assert said in in_one_line(capsys, " ".join(["ds_affine", *arguments][: 3 if "ninfer" in arguments else 2]))
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "two"])
@@ -331,5 +355,5 @@ def test_a_number_of_workers_is_refused_in_the_same_words_everywhere(capsys, num
         with pytest.raises(SystemExit) as ended:
             main([*arguments, f"--workers={number}"])
         assert ended.value.code == 2
-        said = capsys.readouterr().err.splitlines()[-1]
-        assert said.endswith(f"error: argument --workers: {number!r} is not a number of at least 1")
+        said = capsys.readouterr().err
+        assert f"error: argument --workers: {number!r} is not a number of at least 1. See " in said

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from deepspeed_affine.commands.text import say, say_faults
-from deepspeed_affine.errors import AffineError
+from deepspeed_affine.errors import SHOWN_FAULTS, AffineError
 from deepspeed_affine.storage.urls import is_url
 
 __all__ = ["COULD_NOT", "guarded"]
@@ -26,6 +26,9 @@ def guarded(program: str, run: Callable[[argparse.Namespace], int], args: argpar
         caught = error
         faults = [fault.to_dict() for fault in error.faults]
         lines = error.message.splitlines()
+        if len(error.faults) > SHOWN_FAULTS and hasattr(args, "all"):
+            every = [line for fault in error.faults for line in fault.message.splitlines()]
+            lines = every if args.all else [*lines[:-1], f"{lines[-1]} (--all)"]
     except OSError as error:
         caught = error
         lines = [_os_error(error) + _outcome(program, args)]

@@ -10,7 +10,6 @@ from deepspeed_affine.commands.layout_file import write_layout
 from deepspeed_affine.commands.layout_of import layout_of
 from deepspeed_affine.commands.reshard import source_options
 from deepspeed_affine.commands.text import counted, say, size
-from deepspeed_affine.errors import PolicyError
 from deepspeed_affine.execute.checkpoint import read_checkpoint
 from deepspeed_affine.execute.conversion import build_plan
 from deepspeed_affine.plan.layout_document import layout_document
@@ -30,8 +29,6 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = read_checkpoint(absolute(args.checkpoint))
     layout = layout_of(checkpoint, build_plan(checkpoint, source_options())[0])
     if args.output is not None:
-        if os.path.isdir(args.output):
-            raise PolicyError(f"{args.output}: is a folder; expected a file to write. Give a name in it.")
         write_layout(layout, args.output)
     if args.json or args.output is None:
         say(json.dumps(layout_document(layout), indent=1))

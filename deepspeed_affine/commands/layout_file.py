@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 
-from deepspeed_affine.errors import CheckpointFormatError
+from deepspeed_affine.errors import AffineError, CheckpointFormatError, PolicyError
 from deepspeed_affine.plan.checkpoint_layout import CheckpointLayout
 from deepspeed_affine.plan.layout_document import layout_document, read_layout_document
 from deepspeed_affine.storage.durable import replace_text
@@ -18,6 +18,12 @@ def read_layout(path: str) -> CheckpointLayout:
     try:
         with open(path, encoding="utf-8") as file:
             document = json.load(file)
+    except IsADirectoryError as error:
+        raise CheckpointFormatError(
+            f"{path}: is a folder; expected a layout that ds_affine layout has written. For a checkpoint folder use "
+            "--like, or write its layout with ds_affine layout.",
+            file=path,
+        ) from error
     except OSError as error:
         raise CheckpointFormatError(
             f"{path}: cannot be read ({error.strerror}); expected a layout that ds_affine layout has written. Check "
@@ -32,6 +38,33 @@ def read_layout(path: str) -> CheckpointLayout:
 
 
 def write_layout(layout: CheckpointLayout, path: str) -> None:
-    """The layout is in the file at ``path``, whole or not at all; what was there is replaced."""
+    """The layout is in the file at ``path``, whole or not at all; another layout that was there is replaced.
+
+    Raises PolicyError where anything else is there, or the folder is not.
+    """
+    if os.path.isdir(path):
+        raise PolicyError(f"--output {path}: is a folder; expected a file to write. Give a name in it.")
+    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        raise PolicyError(
+            f"--output {path}: its folder does not exist; expected one that does. Make it, or give another path."
+        )
+    if os.path.lexists(path) and not _is_layout(path):
+        raise PolicyError(
+            f"--output {path}: exists and is no layout file, so it is not replaced. Give another name, or remove it."
+        )
     text = json.dumps(layout_document(layout), separators=(",", ":")) + "\n"
-    replace_text(os.path.abspath(path), text)
+    try:
+        replace_text(os.path.abspath(path), text)
+    except OSError as error:
+        # Not the name of the private file, which nobody has given.
+        raise OSError(error.errno, error.strerror, path) from error
+
+
+def _is_layout(path: str) -> bool:
+    if not os.path.isfile(path):
+        return False
+    try:
+        read_layout(path)
+    except AffineError:
+        return False
+    return True

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from deepspeed_affine.commands.arguments import positive
+from deepspeed_affine.commands.arguments import partitioning_stage, positive
 from deepspeed_affine.commands.existing import complete_output, preview, settle_target
 from deepspeed_affine.commands.identity import conversion_identity
 from deepspeed_affine.commands.job import agree, in_job, plan_digest, shared_output
@@ -61,7 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     wanted = parser.add_argument_group("what to make")
     wanted.add_argument("--dp", type=positive, default=None, help="data-parallel degree of the new checkpoint")
     wanted.add_argument(
-        "--zero-stage", type=int, choices=(1, 2, 3), default=None, help="ZeRO stage of the new checkpoint"
+        "--zero-stage",
+        type=partitioning_stage,
+        default=None,
+        metavar="{1,2,3}",
+        help="ZeRO stage of the new checkpoint",
     )
     wanted.add_argument(
         "--sub-group-size",
@@ -74,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     layout.add_argument(
         "--like", metavar="CHECKPOINT", help="checkpoint of the same model whose topology and order to take"
     )
-    layout.add_argument("--layout", metavar="FILE", help="the same from a file that ds_affine layout has written")
+    layout.add_argument("--layout", metavar="FILE", help="the same from a file that ds_affine layout or describe wrote")
     policy = parser.add_argument_group("where the checkpoint leaves a choice")
     policy.add_argument(
         "--on-drift",
@@ -95,6 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--keep_temp_folder", action="store_true", help="keep the private folder of an unsuccessful run in any case"
     )
+    how.add_argument("--all", action="store_true", help="show all that is wrong, not the first 10")
     add_safety(how)
 
 

@@ -326,6 +326,7 @@ def test_options_that_say_nothing_or_contradict(tmp_path, capsys):
     assert "--dp, --zero-stage or both" in refused(capsys, tmp_path, source)
     assert "only ZeRO-3 has sub-groups" in refused(capsys, tmp_path, source, "--dp", 3, "--sub-group-size", 5)
     assert "cannot be read" in refused(capsys, tmp_path, source, "--layout", tmp_path / "absent.json")
+    assert "is a folder; expected a layout" in refused(capsys, tmp_path, source, "--layout", source)
     assert "is a URL" in _refused_url(capsys, source)
     assert reshard(source, tmp_path / "in" / "made", "--dp", 3) == 2
     assert "lies in the input folder" in capsys.readouterr().err
@@ -371,6 +372,39 @@ def test_a_like_of_another_model_is_refused_with_every_difference(tmp_path, caps
     ):
         assert line in said
     assert len(said.strip().splitlines()) == 5
+
+
+def test_all_differences_are_shown_where_they_are_asked_for(tmp_path, capsys):
+    params = params_of(frozen=False)
+    _, source = saved(tmp_path, World(dp=2), params)
+    others = [*params, *(Param(f"new{at:02}", random_full((3,), 1)) for at in range(14))]
+    like = step_zero(World(dp=1), others).save(tmp_path / "like")
+    few = refused(capsys, tmp_path, source, "--like", like).strip().splitlines()
+    every = refused(capsys, tmp_path, source, "--like", like, "--all").strip().splitlines()
+    assert few == [*every[:10], f"ds_affine: error: ... and {len(every) - 10} more (--all)"]
+    assert sum("is in it and not in the checkpoint" in line for line in every) == 14
+
+
+def test_a_layout_replaces_nothing_but_a_layout(tmp_path, capsys):
+    from deepspeed_affine.cli import ds_affine
+
+    _, source = saved(tmp_path, World(dp=2), params_of())
+    layout = tmp_path / "layout.json"
+    assert ds_affine(["layout", str(source), "-o", str(layout)]) == 0
+    written = layout.read_bytes()
+    layout.write_bytes(written + b" ")
+    assert ds_affine(["layout", str(source), "-o", str(layout)]) == 0
+    assert layout.read_bytes() == written
+    latest = tmp_path / "latest"
+    latest.write_text("global_step7")
+    absent = tmp_path / "absent" / "layout.json"
+    for path, why in ((latest, "is no layout file"), (tmp_path, "is a folder"), (absent, "folder does not exist")):
+        capsys.readouterr()
+        assert ds_affine(["layout", str(source), "-o", str(path)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"ds_affine: error: --output {path}: ")
+        assert why in line
+    assert latest.read_text() == "global_step7"
 
 
 def test_a_loss_scaler_goes_with_float16_alone(tmp_path, capsys):
