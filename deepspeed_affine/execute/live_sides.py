@@ -26,7 +26,6 @@ from deepspeed_affine.execute.live_schedule import Needs, needs_of
 from deepspeed_affine.execute.memory import dense
 from deepspeed_affine.execute.shard_memory import multiplies, sharing, unfit, unusable
 from deepspeed_affine.execute.wire import Wire
-from deepspeed_affine.ir.ints import shown
 from deepspeed_affine.plan.model import ModelPlan
 
 __all__ = ["ONE", "Sides", "agreed", "faults_of_all"]
@@ -108,7 +107,10 @@ def _side(
     if given is None:
         given = {}
     if not isinstance(given, Mapping):
-        return {}, [PolicyError(f"{what} is {shown(given)}; expected a mapping from parameter name to shard.")]
+        expected = "a mapping from parameter name to shard"
+        if list(plan.plans) == [ONE]:
+            expected += ", or a tensor for the plan of one parameter"
+        return {}, [PolicyError(f"{what} is a {type(given).__name__}; expected {expected}.")]
     found: dict[str, torch.Tensor] = {}
     wrong: list[AffineError] = []
     for name, numel in (needs.source if what == "source" else needs.target).items():
@@ -160,18 +162,18 @@ def _of_one_kind(
         power = options.get("scale_power", 1)
         if power != 1 and options.get("scaled_states") != "power":
             yield UnsupportedLayoutError(
-                f"parameter {name!r}: is scaled, and this is an optimizer state (power {power}). It "
+                f"{_named(name)}: is scaled, and this is an optimizer state (power {power}). It "
                 "moves, but lr and eps of its optimizer would stay in the old coordinate. Pass scaled_states='power' "
                 "to move it knowingly, or leave it out of the plan and start the state anew.",
                 param=name,
             )
         if power and not multiplies(flat.dtype):
             yield UnsupportedLayoutError(
-                f"parameter {name!r}: is scaled, which {flat.dtype} cannot carry; expected a floating dtype of eight "
+                f"{_named(name)}: is scaled, which {flat.dtype} cannot carry; expected a floating dtype of eight "
                 "bits or more.",
                 param=name,
             )
-    yield from sharing([(what, f"parameter {name!r}", flat) for what, name, flat in flats])
+    yield from sharing([(what, _named(name), flat) for what, name, flat in flats])
 
 
 def _of_one_dtype(sides: Mapping[str, Mapping[str, torch.Tensor]], plan: ModelPlan) -> Iterator[AffineError]:
@@ -179,14 +181,14 @@ def _of_one_dtype(sides: Mapping[str, Mapping[str, torch.Tensor]], plan: ModelPl
         dtypes = {held[name].dtype for held in sides.values() if name in held}
         if len(dtypes) > 1:
             yield IntegrityError(
-                f"parameter {name!r}: this process holds {' and '.join(sorted(map(str, dtypes)))}; expected one dtype. "
+                f"{_named(name)}: this process holds {' and '.join(sorted(map(str, dtypes)))}; expected one dtype. "
                 "Convert one side first.",
                 param=name,
             )
         for dtype in dtypes:
             if dtype.itemsize != plan.itemsizes.get(name, dtype.itemsize):
                 yield IntegrityError(
-                    f"parameter {name!r}: this process holds {dtype}, and the plan is for elements of "
+                    f"{_named(name)}: this process holds {dtype}, and the plan is for elements of "
                     f"{plan.itemsizes[name]} bytes. Convert the shard, or plan for its dtype.",
                     param=name,
                 )
@@ -249,7 +251,7 @@ def _judged(rows: list[dict[str, Any]], names: list[str]) -> dict[str, str]:
                 if known != text:
                     faults.add(
                         IntegrityError(
-                            f"transfer: rank {rank}: parameter {name!r}: holds {text}, and rank {first} holds {known}; "
+                            f"transfer: rank {rank}: {_named(name)}: holds {text}, and rank {first} holds {known}; "
                             "expected one dtype. Convert one side first.",
                             param=name,
                             rank=rank,
@@ -274,6 +276,10 @@ def faults_of_all(rows: Iterable[Mapping[str, Any]], about: str) -> Iterator[Aff
 def _few(ranks: list[int]) -> str:
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return ", ".join(map(str, ranks[:8])) + more
+
+
+def _named(name: str) -> str:
+    return ONE if name == ONE else f"parameter {name!r}"
 
 
 def _dtype(text: str) -> torch.dtype:

@@ -196,8 +196,13 @@ def _of_model(
     if groups is None:
         groups = [[param for param in params.values() if param.requires_grad]]
     listed: list[tuple[str, ...]] = []
-    for group in groups:
+    for group in [groups] if isinstance(groups, str) else groups:
         members = group["params"] if isinstance(group, Mapping) else group
+        if isinstance(members, str):
+            raise PolicyError(
+                f"describe: a parameter group is {members!r}; expected a list of parameters or names, or a dictionary "
+                "with them under 'params'."
+            )
         found = tuple(member if isinstance(member, str) else names.get(id(member), "") for member in members)
         unknown = [name or "a tensor" for name in found if name not in params]
         if unknown:

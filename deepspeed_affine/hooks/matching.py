@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from deepspeed_affine.errors import CheckpointFormatError
 from deepspeed_affine.hooks.layouts import LiveParam
 from deepspeed_affine.hooks.offered import Offered
+from deepspeed_affine.plan.placement import wrapper_prefix
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +67,7 @@ def of_another_model(path: str, known: set[str], stored: set[str]) -> Checkpoint
     """What to say where no name is on both sides. A wrapper puts one prefix before all names, and is named."""
     ours, theirs = min(known, default="no parameter"), min(stored, default="no parameter")
     fact = f"{path}: holds no parameter of the engine's model; expected some. It has {theirs}, the model has {ours}"
-    prefix = _prefix(known, stored)
+    prefix = wrapper_prefix(known, stored)
     if prefix is not None:
         who, other = ("checkpoint", "engine") if prefix[0] else ("engine", "checkpoint")
         return CheckpointFormatError(
@@ -77,14 +78,3 @@ def of_another_model(path: str, known: set[str], stored: set[str]) -> Checkpoint
     return CheckpointFormatError(
         f"{fact}. The checkpoint is of another model: build the one that was saved.", file=path
     )
-
-
-def _prefix(known: set[str], stored: set[str]) -> tuple[bool, str] | None:
-    """What stands before all names of one side, and whether that is the stored one; None where nothing does."""
-    for names, others, is_stored in ((stored, known, True), (known, stored, False)):
-        first, last = min(names, default=""), max(names, default="")
-        for at in (at for at, letter in enumerate(first, 1) if letter == "."):
-            # What the first and the last share, all between them do.
-            if last.startswith(first[:at]) and not others.isdisjoint(name[at:] for name in names):
-                return is_stored, first[:at]
-    return None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from deepspeed_affine.errors import Faults, InvalidMapError
 from deepspeed_affine.ir import ParamAffineMap
 from deepspeed_affine.ir.ints import as_integer, shown
 
-__all__ = ["Placement", "as_itemsize", "check_sides"]
+__all__ = ["Placement", "as_itemsize", "check_sides", "wrapper_prefix"]
 
 
 def as_itemsize(value: object, what: str) -> int:
@@ -71,6 +71,13 @@ def check_sides(
         rows = given.items() if isinstance(given, Mapping) else ((None, None),)
         if not all(isinstance(name, str) and isinstance(each, Placement) for name, each in rows):
             raise InvalidMapError(f"The {side} is {shown(given)}; expected a mapping from parameter name to Placement.")
+    prefix = None if target.keys() & source.keys() else wrapper_prefix(target.keys(), source.keys())
+    if prefix is not None:
+        who, other = ("source", "target") if prefix[0] else ("target", "source")
+        raise InvalidMapError(
+            f"The {who}'s names are the {other}'s with {prefix[1]!r} before them, which a wrapper around the model (as "
+            "torch.compile makes) puts there; expected one name a parameter. Give live_shards the model inside it."
+        )
     for name, placement in target.items():
         if name not in source:
             faults.add(
@@ -100,3 +107,14 @@ def check_sides(
                 )
             )
     faults.raise_if_any()
+
+
+def wrapper_prefix(known: Set[str], stored: Set[str]) -> tuple[bool, str] | None:
+    """What stands before all names of one side, and whether that is the stored one; None where nothing does."""
+    for names, others, is_stored in ((stored, known, True), (known, stored, False)):
+        first, last = min(names, default=""), max(names, default="")
+        for at in (at for at, letter in enumerate(first, 1) if letter == "."):
+            # What the first and the last share, all between them do.
+            if last.startswith(first[:at]) and not others.isdisjoint(name[at:] for name in names):
+                return is_stored, first[:at]
+    return None

@@ -233,6 +233,10 @@ def test_a_plan_of_one_parameter_has_no_name():
     assert torch.equal(target, torch.arange(6.0))
     with pytest.raises(IntegrityError, match="source shard: none is given"):
         transfer(None, target, plan_transfer(layout, layout))
+    with pytest.raises(IntegrityError, match=r": the parameter: this process holds torch.float32 and torch.float64"):
+        transfer(torch.arange(6.0).double(), target, plan_transfer(layout, layout))
+    with pytest.raises(PolicyError, match=r"source is a ndarray; expected a mapping .*, or a tensor for the plan of"):
+        transfer(torch.arange(6.0).numpy(), target, plan_transfer(layout, layout))
 
 
 @pytest.mark.parametrize(

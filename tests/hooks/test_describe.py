@@ -140,3 +140,6 @@ def test_misuse_is_refused():
         deepspeed_affine.describe(meta(), dp=1, zero_stage=1, groups=[["nothing"]])
     with pytest.raises(PolicyError, match="which is no parameter of the model"):
         deepspeed_affine.describe(meta(), dp=1, zero_stage=1, groups=[[torch.empty(3)]])
+    for groups in (["nope"], "nope", [{"params": "nope"}]):
+        with pytest.raises(PolicyError, match="a parameter group is 'nope'; expected a list"):
+            deepspeed_affine.describe(meta(), dp=1, zero_stage=1, groups=groups)

@@ -5,7 +5,7 @@ import torch
 from engines import Small, make_engine, start_process_group, take_steps
 
 import deepspeed_affine
-from deepspeed_affine.errors import PolicyError
+from deepspeed_affine.errors import InvalidMapError, PolicyError
 from deepspeed_affine.ir import replicated_map
 
 
@@ -38,6 +38,15 @@ def test_an_engine_is_evaluated_by_another_model(stage):
         assert float(model(tokens)) == pytest.approx(float(engine(tokens)), rel=1e-6)
     assert report.bytes_sent == 0
     assert report.bytes_copied == sum(4 * param.numel() for param in model.parameters())
+
+
+def test_a_compiled_model_is_named_as_such_on_either_side():
+    plain = deepspeed_affine.live_shards(Small()).placements
+    compiled = deepspeed_affine.live_shards(torch.compile(Small())).placements
+    with pytest.raises(InvalidMapError, match=r"The target's names are the source's with '_orig_mod\.' before them"):
+        deepspeed_affine.plan_model(compiled, plain)
+    with pytest.raises(InvalidMapError, match=r"The source's names are the target's with '_orig_mod\.' before them"):
+        deepspeed_affine.plan_model(plain, compiled)
 
 
 def test_what_is_no_group_is_refused_by_its_name():
