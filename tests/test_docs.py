@@ -38,3 +38,12 @@ def test_every_test_that_a_guarantee_names_exists():
         assert any(f"def {function}(" in code for code in tests.values()), function
     for short in re.findall(r"`(test_\w+\.py)`", text):
         assert any(path.name == short for path in tests), short
+
+
+@pytest.mark.parametrize("page", ["planning.md", "transfer.md"])
+def test_examples_that_need_no_engine_run(page):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), flags=re.S)
+    runnable = [block for block in blocks if "import" in block and "contiguous_split_map" in block]
+    assert runnable
+    for block in runnable:
+        exec(block, {})  # noqa: S102
