@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ def described(plan: ModelPlan) -> dict[str, Any]:
         "moved_bytes": plan.moved_bytes,
         "local_bytes": plan.local_bytes,
         "unfilled_elements": _unfilled(plan),
+        "largest_target": _heaviest(_held(plan)),
         "heaviest_sender": _heaviest(plan.sent),
         "heaviest_receiver": _heaviest(plan.received),
         "balance": None
@@ -38,6 +40,17 @@ def described(plan: ModelPlan) -> dict[str, Any]:
 
 def _unfilled(plan: ModelPlan) -> int:
     return sum([region.numel for each in plan.plans.values() for rows in each.unfilled.values() for region in rows])
+
+
+def _held(plan: ModelPlan) -> dict[int, int]:
+    """Bytes that every target process has when all is done, what is not filled included."""
+    found: dict[int, int] = defaultdict(int)
+    for (_, target), nbytes in plan.traffic.items():
+        found[target] += nbytes
+    for name, each in plan.plans.items():
+        for rank, regions in each.unfilled.items():
+            found[rank] += sum([region.numel for region in regions]) * plan.itemsizes[name]
+    return found
 
 
 def _heaviest(by_rank: Mapping[int, int]) -> dict[str, int] | None:
@@ -65,6 +78,11 @@ def told(plan: ModelPlan, *, everything: bool = False) -> list[str]:
                     f"of {counted(len(by_rank), 'rank')})",
                 ]
             )
+    largest = _heaviest(_held(plan))
+    if largest is not None:
+        rows.append(
+            ["memory", f"{size(largest['bytes'])} on rank {largest['rank']}, the most that a target rank holds"]
+        )
     if plan.balance is not None and plan.balance.bound:
         rows.append(["balance", f"{plan.balance.ratio:.3f} times the least possible ({size(plan.balance.bound)})"])
     padding = _unfilled(plan)

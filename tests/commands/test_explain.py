@@ -43,6 +43,8 @@ def test_the_totals_add_up(two, capsys):
     assert found["local_bytes"] == sum(row["bytes"] for row in found["traffic"] if row["local"])
     assert found["source"] == {"path": two[0], "tp": 2, "pp": 1, "dp": 2, "zero_stage": 1}
     assert found["balance"]["ratio"] >= 1
+    # ZeRO-3 cuts each parameter in three, the last part being the shortest.
+    assert found["largest_target"] == {"rank": 0, "bytes": (16 + 14 + 3) * 12}
     plan = ModelPlan.from_dict(found["plan"])
     assert plan.moved_bytes == found["moved_bytes"]
     assert len(plan.plans) == found["parameters"] == 3
