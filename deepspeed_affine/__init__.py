@@ -42,7 +42,8 @@ if TYPE_CHECKING:
         segmented_map,
         sub_param_map,
     )
-    from deepspeed_affine.plan.model import ModelPlan, Placement, plan_model
+    from deepspeed_affine.plan.model import ModelPlan, plan_model
+    from deepspeed_affine.plan.placement import Placement
     from deepspeed_affine.plan.transfer import PlanBudget, plan_transfer
     from deepspeed_affine.plan.transfer_plan import TransferPlan
 
@@ -78,7 +79,8 @@ _HOMES = {
         "segmented_map",
         "sub_param_map",
     ),
-    "deepspeed_affine.plan.model": ("ModelPlan", "Placement", "plan_model"),
+    "deepspeed_affine.plan.model": ("ModelPlan", "plan_model"),
+    "deepspeed_affine.plan.placement": ("Placement",),
     "deepspeed_affine.plan.transfer": ("PlanBudget", "plan_transfer"),
     "deepspeed_affine.plan.transfer_plan": ("TransferPlan",),
 }

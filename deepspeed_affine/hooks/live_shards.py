@@ -21,8 +21,8 @@ from deepspeed_affine.hooks.given import ENGINE, require_info
 from deepspeed_affine.hooks.layouts import LiveParam, live_params
 from deepspeed_affine.ir import AffinePiece, ParamAffineMap, compose_maps
 from deepspeed_affine.ir.ints import product
-from deepspeed_affine.plan.model import Placement
 from deepspeed_affine.plan.partition import reserved_numel
+from deepspeed_affine.plan.placement import Placement
 
 __all__ = ["LiveShards", "live_shards"]
 

@@ -14,8 +14,8 @@ from functools import lru_cache
 from deepspeed_affine.errors import PolicyError
 from deepspeed_affine.ir import AffinePiece, ParamAffineMap, replicated_map
 from deepspeed_affine.ir.ints import row_major_strides
-from deepspeed_affine.plan.model import Placement
 from deepspeed_affine.plan.partition import FlatGroup, over_storages, reserved_numel
+from deepspeed_affine.plan.placement import Placement
 
 __all__ = ["Tensor", "Topology", "state_placements", "weight_placements"]
 

@@ -12,8 +12,8 @@ from typing import Literal
 
 from deepspeed_affine.ir import ParamAffineMap
 from deepspeed_affine.plan.checkpoint_layout import CheckpointLayout
-from deepspeed_affine.plan.model import Placement
 from deepspeed_affine.plan.partition import Run, over_storages, reserved_numel
+from deepspeed_affine.plan.placement import Placement
 
 __all__ = ["Content", "checkpoint_placements"]
 

@@ -19,7 +19,8 @@ from deepspeed_affine.errors import AffineError, IntegrityError, PolicyError, Un
 from deepspeed_affine.execute import live
 from deepspeed_affine.execute.live import transfer
 from deepspeed_affine.ir import block_gather_map, contiguous_split_map, replicated_map
-from deepspeed_affine.plan.model import Placement, plan_model
+from deepspeed_affine.plan.model import plan_model
+from deepspeed_affine.plan.placement import Placement
 from deepspeed_affine.plan.transfer import plan_transfer
 
 RANKS = Path(live_transfers.__file__).with_name("live_ranks.py")

@@ -12,7 +12,8 @@ from deepspeed_affine.errors import InvalidMapError, PolicyError
 from deepspeed_affine.execute.transfer import run_plan
 from deepspeed_affine.ir import Region, contiguous_split_map, replicated_map
 from deepspeed_affine.plan.grid import Tensor, Topology, state_placements, weight_placements
-from deepspeed_affine.plan.model import ModelPlan, Placement, plan_model
+from deepspeed_affine.plan.model import ModelPlan, plan_model
+from deepspeed_affine.plan.placement import Placement
 from deepspeed_affine.plan.transfer import plan_transfer
 
 MODEL = [

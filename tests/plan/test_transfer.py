@@ -20,7 +20,8 @@ from deepspeed_affine.ir import (
     contiguous_split_map,
     replicated_map,
 )
-from deepspeed_affine.plan.model import Placement, plan_model
+from deepspeed_affine.plan.model import plan_model
+from deepspeed_affine.plan.placement import Placement
 from deepspeed_affine.plan.segments import TransferSegment
 from deepspeed_affine.plan.transfer import PlanBudget, plan_transfer
 from deepspeed_affine.plan.transfer_plan import TransferPlan

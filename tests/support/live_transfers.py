@@ -12,7 +12,8 @@ import torch
 from deepspeed_affine.execute.memory import extract
 from deepspeed_affine.ir import block_gather_map, contiguous_split_map, replicated_map
 from deepspeed_affine.plan.grid import Tensor, Topology, state_placements, weight_placements
-from deepspeed_affine.plan.model import ModelPlan, Placement, plan_model
+from deepspeed_affine.plan.model import ModelPlan, plan_model
+from deepspeed_affine.plan.placement import Placement
 
 WORLD = 4
 FILLER = 0x5A
