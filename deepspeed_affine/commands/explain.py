@@ -24,8 +24,6 @@ FORMAT = 1
 SCALAR_STATES = (STEP,)
 """One number for a parameter, and none of its shape."""
 
-SHOWN_LEFT = 5
-
 STATE_BYTES = 4
 """Of a state of one element, where only a layout file tells of it: most are kept in float32."""
 
@@ -88,14 +86,13 @@ def run(args: argparse.Namespace) -> int:
             document["plan"] = plan.to_dict()
         say(json.dumps(document, indent=1))
         return 0
-    from deepspeed_affine.commands.explaining import told
+    from deepspeed_affine.commands.explaining import listed, told
 
     say(f"{args.what}: {_named(source)} to {_named(target)}")
     for line in told(plan, everything=args.all):
         say(line)
     if left:
-        more = f" and {len(left) - SHOWN_LEFT:,} more (--json)" if len(left) > SHOWN_LEFT else ""
-        say(f"  not moved: the target has no {args.what} of {', '.join(left[:SHOWN_LEFT])}{more}")
+        say(f"  not moved: the target has no {args.what} of {listed(left, ' (--json)')}")
     if new:
         say(f"  not moved: the source has no {' and no '.join(new)}, which the target keeps")
     if args.plot is not None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepspeed_affine.commands.text import align, counted, size
 from deepspeed_affine.plan.model import ModelPlan
 
-__all__ = ["described", "told"]
+__all__ = ["described", "listed", "told"]
 
 SHOWN_PAIRS = 12
 SHOWN_NAMES = 5
@@ -60,6 +60,12 @@ def _heaviest(by_rank: Mapping[int, int]) -> dict[str, int] | None:
     return {"rank": rank, "bytes": by_rank[rank]}
 
 
+def listed(names: Sequence[str], rest: str = "") -> str:
+    """The first names, how many more there are, and then where the ``rest`` are to be seen."""
+    more = f" and {len(names) - SHOWN_NAMES:,} more{rest}" if len(names) > SHOWN_NAMES else ""
+    return ", ".join(names[:SHOWN_NAMES]) + more
+
+
 def told(plan: ModelPlan, *, everything: bool = False) -> list[str]:
     """The same as lines, the heaviest pairs of processes first."""
     rows = [
@@ -90,9 +96,7 @@ def told(plan: ModelPlan, *, everything: bool = False) -> list[str]:
         rows.append(["left to the target", f"{padding:,} elements of padding, which have no source"])
     inexact = list(plan.inexact())
     if inexact:
-        names = ", ".join([f"{name} (times {scale:g})" for name, scale in inexact[:SHOWN_NAMES]])
-        more = f" and {len(inexact) - SHOWN_NAMES:,} more" if len(inexact) > SHOWN_NAMES else ""
-        rows.append(["scales that round", names + more])
+        rows.append(["scales that round", listed([f"{name} (times {scale:g})" for name, scale in inexact])])
     lines = align(rows)
     pairs = sorted([(pair, nbytes) for pair, nbytes in plan.traffic.items()], key=lambda item: (-item[1], item[0]))
     shown = pairs if everything else pairs[:SHOWN_PAIRS]

@@ -6,7 +6,7 @@ It is worked out once for as long as the plan lives, because weights are moved a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -86,8 +86,7 @@ def _needs(plan: ModelPlan, rank: int, digest: str) -> Needs:
             if not segment.numel:
                 continue
             if segment.source_rank == rank:
-                reach = segment.source_offset + _span(segment.shape, segment.source_strides)
-                source[name] = max(source.get(name, 0), reach)
+                source[name] = max(source.get(name, 0), segment.source_reach)
             if segment.target_rank == rank:
                 target[name] = target.get(name, 0) + segment.numel
                 filled.setdefault(name, []).append(segment)
@@ -103,11 +102,6 @@ def _needs(plan: ModelPlan, rank: int, digest: str) -> Needs:
         if misfilled(segments, {rank: plan.plans[name].unfilled.get(rank, ())}) is not None
     ]
     return Needs(digest, source, target, frozenset(wrong), frozenset(scaled), tuple(sorted(scales)), last)
-
-
-def _span(shape: Iterable[int], strides: Iterable[int]) -> int:
-    """How many elements from its offset on a block reaches."""
-    return 1 + sum([(extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)])
 
 
 def _schedule(plan: ModelPlan, rank: int, itemsizes: Mapping[str, int], limit: int) -> Schedule:

@@ -18,13 +18,12 @@ from deepspeed_affine.errors import (
     AffineError,
     Faults,
     IntegrityError,
-    InvalidMapError,
     PolicyError,
     UnsupportedLayoutError,
 )
 from deepspeed_affine.execute.live_schedule import Needs, needs_of
 from deepspeed_affine.execute.memory import dense
-from deepspeed_affine.execute.shard_memory import multiplies, sharing, unfit, unusable
+from deepspeed_affine.execute.shard_memory import multiplies, overfilled, sharing, unfit, unusable
 from deepspeed_affine.execute.wire import Wire
 from deepspeed_affine.plan.model import ModelPlan
 
@@ -130,11 +129,7 @@ def _side(
         if fault is None:
             fault = unfit(shard.numel(), where, numel, what)
         if fault is None and what == "target" and name in needs.misfilled:
-            fault = InvalidMapError(
-                f"{where}: the plan fills some of its addresses twice, or some beyond its end; expected each once. "
-                "Plan again.",
-                param=name,
-            )
+            fault = overfilled(where, param=name)
         if fault is not None:
             wrong.append(fault)
         else:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from deepspeed_affine.errors import AffineError, IntegrityError, PolicyError, UnsupportedLayoutError
+from deepspeed_affine.errors import AffineError, IntegrityError, InvalidMapError, PolicyError, UnsupportedLayoutError
 
-__all__ = ["multiplies", "sharing", "unfit", "unusable"]
+__all__ = ["multiplies", "overfilled", "sharing", "unfit", "unusable"]
 
 
 def unfit(numel: int, where: str, needed: int, what: str) -> AffineError | None:
@@ -21,6 +21,15 @@ def unfit(numel: int, where: str, needed: int, what: str) -> AffineError | None:
     if fits:
         return None
     return IntegrityError(f"{where}: has {numel} elements; the plan {verb} {needed}. Give the shard it was made for.")
+
+
+def overfilled(where: str, *, param: str | None = None, rank: int | None = None) -> AffineError:
+    """What to say of a target shard that a plan does not fill once."""
+    return InvalidMapError(
+        f"{where}: the plan fills some of its addresses twice, or some beyond its end; expected each once. Plan again.",
+        param=param,
+        rank=rank,
+    )
 
 
 def unusable(shard: Any, where: str, written: bool) -> AffineError | None:

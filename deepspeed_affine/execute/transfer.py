@@ -8,9 +8,9 @@ from fractions import Fraction
 
 import torch
 
-from deepspeed_affine.errors import Faults, IntegrityError, InvalidMapError, PolicyError, UnsupportedLayoutError
+from deepspeed_affine.errors import Faults, IntegrityError, PolicyError, UnsupportedLayoutError
 from deepspeed_affine.execute.memory import as_words, dense, strided_view, times, word_view
-from deepspeed_affine.execute.shard_memory import multiplies, sharing, unfit, unusable
+from deepspeed_affine.execute.shard_memory import multiplies, overfilled, sharing, unfit, unusable
 from deepspeed_affine.ir.ints import shown
 from deepspeed_affine.plan.segments import TransferSegment
 from deepspeed_affine.plan.transfer_plan import TransferPlan, misfilled
@@ -57,13 +57,7 @@ def _check_plan(plan: TransferPlan, segments: Sequence[TransferSegment], targets
             faults.add(fault)
     wrong = misfilled(segments, {rank: plan.unfilled.get(rank, ()) for rank in targets})
     if wrong is not None:
-        faults.add(
-            InvalidMapError(
-                f"target shard of rank {wrong}: the plan fills some of its addresses twice, or some beyond its end; "
-                "expected each once. Plan again.",
-                rank=wrong,
-            )
-        )
+        faults.add(overfilled(f"target shard of rank {wrong}", rank=wrong))
     faults.raise_if_any()
 
 
@@ -72,8 +66,7 @@ def _sources(segments: Sequence[TransferSegment], sources: Flats) -> dict[int, t
     faults = Faults()
     reach: dict[int, int] = defaultdict(int)
     for segment in segments:
-        spans = [(extent - 1) * stride for extent, stride in zip(segment.shape, segment.source_strides, strict=True)]
-        reach[segment.source_rank] = max(reach[segment.source_rank], segment.source_offset + sum(spans) + 1)
+        reach[segment.source_rank] = max(reach[segment.source_rank], segment.source_reach)
     found = {}
     for rank, numel in sorted(reach.items()):
         if rank not in sources:

@@ -36,7 +36,7 @@ from deepspeed_affine.plan.transfer import (
 )
 from deepspeed_affine.plan.transfer_plan import TransferPlan
 
-__all__ = ["FORMAT", "Balance", "ModelPlan", "Placement", "plan_model"]
+__all__ = ["FORMAT", "Balance", "ModelPlan", "plan_model"]
 
 FORMAT = 1
 """Version of a stored plan."""
@@ -353,7 +353,8 @@ def _plans(
         unfilled = {rank: regions for location, regions in own.unfilled.items() for rank in placement.holders[location]}
         moved = sum([each.numel for each in found])
         plans[name] = TransferPlan(tuple(found), placement.layout.logical_shape, moved, dict(sorted(unfilled.items())))
-        check_bytes(name, plans[name], budget)
+        if plans[name].most_bytes > budget.max_plan_bytes:
+            check_bytes(name, len(plans[name].to_json()), budget)
     return plans
 
 

@@ -41,6 +41,12 @@ class TransferSegment:
         return abs(math.frexp(self.scale)[0]) == 0.5
 
     @property
+    def source_reach(self) -> int:
+        """How many elements of the source shard are read up to the last; the segment has elements."""
+        spans = [(extent - 1) * stride for extent, stride in zip(self.shape, self.source_strides, strict=True)]
+        return self.source_offset + sum(spans) + 1
+
+    @property
     def row(self) -> tuple[object, ...]:
         """All members, in order."""
         source = (self.source_rank, self.source_offset, self.source_strides)

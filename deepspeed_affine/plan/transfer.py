@@ -104,9 +104,10 @@ def plan_transfer(
         if wanted[rank] < target.shard_numel(rank):
             unfilled[rank] = tuple(target.gaps(rank))
     plan = TransferPlan(segments, target_map.logical_shape, sum([each.numel for each in segments]), unfilled)
-    check_bytes(None, plan, budget)
+    nbytes = len(plan.to_json())
+    check_bytes(None, nbytes, budget)
     target_pieces = sum([len(target.pieces_by_rank[rank]) for rank in ranks])
-    statistics = PlanStatistics(len(held.first), target_pieces, pairs.used, before, len(segments), len(plan.to_json()))
+    statistics = PlanStatistics(len(held.first), target_pieces, pairs.used, before, len(segments), nbytes)
     object.__setattr__(plan, "statistics", statistics)
     return plan
 
@@ -136,16 +137,8 @@ def check_segments(param: str | None, segments: Sequence[TransferSegment], budge
         )
 
 
-def check_bytes(param: str | None, plan: TransferPlan, budget: PlanBudget) -> None:
-    """The plan takes no more bytes of JSON than it may; they are counted where they might be too many."""
-    numbers = 4 + 3 * max([len(each.shape) for each in plan.segments], default=0)
-    regions = sum([1 + 2 * len(each.shape) for rows in plan.unfilled.values() for each in rows])
-    at_most = len(plan.segments) * (96 + 20 * numbers) + 32 * (
-        regions + len(plan.unfilled) + len(plan.logical_shape) + 2
-    )
-    if at_most <= budget.max_plan_bytes:
-        return
-    nbytes = len(plan.to_json())
+def check_bytes(param: str | None, nbytes: int, budget: PlanBudget) -> None:
+    """The plan of ``param`` takes no more bytes of JSON than it may."""
     if nbytes > budget.max_plan_bytes:
         raise BudgetExceededError(
             f"{_plan_of(param)} takes {nbytes} bytes of JSON, more than max_plan_bytes {budget.max_plan_bytes}. Raise "
