@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,7 +122,7 @@ def train(output: Path, steps: int) -> list[float]:
 
 
 def main() -> None:
-    """Join the other ranks, train, save, and leave."""
+    """Join the other ranks, train, save, and end the process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--world", type=int, required=True)
@@ -150,7 +151,10 @@ def main() -> None:
     if args.rank == 0:
         print("losses: " + ", ".join(f"{loss:.3f}" for loss in losses), flush=True)
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    # DeepSpeed keeps its groups, and a thread of one that drops its last tensor while Python ends aborts the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
