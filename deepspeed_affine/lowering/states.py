@@ -87,6 +87,7 @@ def read_zero12(
                     fragment = Fragment(value, whole[state][name], shape_numel(shapes[name]), at.rank)
                     table.add_whole(at, state, fragment, group)
                 elif _is_flat(value):
+                    _require_no_more(name, state, value, max(partitions[group]), file)
                     table.add_fragment(at, state, Fragment(value, start, numel, at.rank), group)
                 elif _is_scalar(value):
                     table.add_scalar(at, state, value, group, file)
