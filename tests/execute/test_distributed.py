@@ -21,6 +21,8 @@ from deepspeed_affine.execute.link import Failure, JobError
 from deepspeed_affine.execute.shared import CheckedReader
 
 BEAT, TIMEOUT = 0.05, 1.0
+LATE_SECONDS = 30.0
+"""Not by the timeout, however busy the machine."""
 LAUNCHED = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
@@ -299,7 +301,7 @@ def test_a_silent_process_is_lost_to_all_others_and_named(store, silent):
             group.gather(None)
             if group.rank == silent:
                 group._link._say = lambda store: None
-                release.wait(10)
+                release.wait(LATE_SECONDS)
                 return "came back"
             try:
                 began = time.monotonic()
@@ -314,7 +316,7 @@ def test_a_silent_process_is_lost_to_all_others_and_named(store, silent):
         said, lost, took = found[rank]
         assert said.startswith(f"rank {silent} on host{silent} is lost: rank ")
         assert lost == silent
-        assert TIMEOUT * 0.9 < took < TIMEOUT + 2
+        assert TIMEOUT * 0.9 < took < LATE_SECONDS
 
 
 def test_time_in_which_this_process_did_not_run_is_no_silence_of_others(store):
@@ -379,7 +381,7 @@ def test_when_the_machine_with_the_store_goes_all_find_out(number, fact):
                         os.kill(server.pid, number)
                     began = time.monotonic()
                     try:
-                        while time.monotonic() < began + 20:
+                        while time.monotonic() < began + LATE_SECONDS:
                             group.check()
                             group.gather(None)
                     except JobError as error:
@@ -391,7 +393,7 @@ def test_when_the_machine_with_the_store_goes_all_find_out(number, fact):
     for said, took in found:
         assert said.startswith("rank 0 on host0 is lost")
         assert fact in said
-        assert took < TIMEOUT + 2
+        assert took < LATE_SECONDS
 
 
 def test_what_happens_to_the_others_at_the_very_end_cannot_fail_the_first(store):
