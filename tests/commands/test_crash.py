@@ -1,8 +1,6 @@
 """Killed at any moment, a conversion leaves the old state or the new one, and the same command finishes it."""
 
 import json
-import os
-import random
 import signal
 import subprocess
 import sys
@@ -10,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from moments import Moments
 from synthetic import COLUMN, Cut, Param, World, make, random_full
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -78,18 +77,19 @@ def test_a_kill_at_a_random_moment_costs_nothing(tmp_path, stage, replacing):
     if replacing:
         finished(command(checkpoint(tmp_path / "before", stage, seed=500), target))
         old = contents(target)
-    seed = int(os.environ.get("DEEPSPEED_AFFINE_SEED", "20261130")) + stage
-    print("seed", seed)
-    moments = random.Random(seed)
+    moments = Moments(whole, f"stage {stage}")
     reused = stopped = 0
     for _ in range(MOMENTS):
-        if killed(command(source, target, *options), moments.uniform(0.1, 1.05) * whole):
+        if killed(command(source, target, *options), moments.between(0.1, 1.05)):
             stopped += 1
+        else:
+            moments.was_late()
         if target.exists():
             assert contents(target) in ([right, old] if replacing else [right])
         elif replacing:
             pytest.fail("neither the old output nor the new one is there")
-        result = finished(command(source, target, *options))
+        with moments.another():
+            result = finished(command(source, target, *options))
         reused += result.get("reused_files", 0)
         assert contents(target) == right
         assert (tmp_path / "latest_universal").read_text() == "out"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from converting import convert
+from moments import Moments
 from stores import Failing, before_s3_requests
 from synthetic import COLUMN, REPLICATED, ROW, ExpertLayer, Param, World, make, random_full
 
@@ -349,7 +350,7 @@ def test_killed_at_random_moments_the_same_command_finishes(s3, tmp_path, replac
     began = time.monotonic()
     subprocess.run(command(url, f"{s3.url}/undisturbed"), check=True, capture_output=True)
     whole = time.monotonic() - began
-    rng = random.Random(int(os.environ.get("DEEPSPEED_AFFINE_SEED", "1")))
+    moments = Moments(whole)
     killed = reused = 0
     for _ in range(8):
         for path in s3.place.below("out").walk():
@@ -358,14 +359,16 @@ def test_killed_at_random_moments_the_same_command_finishes(s3, tmp_path, replac
             assert convert(other, target) == 0
         with subprocess.Popen(command(url, target, *options), stdout=subprocess.DEVNULL) as process:
             try:
-                process.wait(rng.uniform(0.3, 1.0) * whole)
+                process.wait(moments.between(0.3, 1.0))
+                moments.was_late()
             except subprocess.TimeoutExpired:
                 process.kill()
                 killed += 1
         found = s3.files("out")
         if MANIFEST_NAME in found:
             assert found in ((new, old) if replacing else (new,))
-        run = subprocess.run(command(url, target, *options), capture_output=True, text=True, check=False)
+        with moments.another():
+            run = subprocess.run(command(url, target, *options), capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stderr
         reused += json.loads(run.stdout).get("reused_files", 0)
         assert s3.files("out") == new
