@@ -71,13 +71,23 @@ class Meeting(NamedTuple):
     digits: tuple[tuple[int, int, int, int], ...]
 
 
+_STEPS = (
+    "steps; its strides interleave without a short common period. Describe the layout with strides that divide each "
+    "other."
+)
+
+
 class Budget:
-    """Counts steps of work and stops with ``BudgetExceededError`` when they exceed what was granted."""
+    """Counts steps of work and stops with ``BudgetExceededError`` when they exceed what was granted.
 
-    __slots__ = ("_granted", "_left", "_what")
+    ``counted`` says what they are steps of, and what to do.
+    """
 
-    def __init__(self, what: str, granted: int = DEFAULT_STEPS) -> None:
+    __slots__ = ("_counted", "_granted", "_left", "_what")
+
+    def __init__(self, what: str, granted: int = DEFAULT_STEPS, counted: str = _STEPS) -> None:
         self._what = what
+        self._counted = counted
         self._granted = granted
         self._left = granted
 
@@ -88,10 +98,7 @@ class Budget:
     def spend(self, steps: int = 1) -> None:
         self._left -= steps
         if self._left < 0:
-            raise BudgetExceededError(
-                f"{self._what} needs more than {self._granted} steps; its strides interleave without a short common "
-                "period. Describe the layout with strides that divide each other."
-            )
+            raise BudgetExceededError(f"{self._what} needs more than {self._granted} {self._counted}")
 
 
 def span(digits: Iterable[Digit]) -> int:

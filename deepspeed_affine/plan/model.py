@@ -15,24 +15,21 @@ from functools import cached_property
 from typing import Any
 
 from deepspeed_affine.errors import InvalidMapError
-from deepspeed_affine.ir import ParamAffineMap, Region
+from deepspeed_affine.ir import ParamAffineMap
 from deepspeed_affine.ir.ints import shown
-from deepspeed_affine.ir.lattice import Budget, Lattice
-from deepspeed_affine.plan.balance import SMALL_BYTES, Demand, Shares, assign, heaviest, lower_bound
+from deepspeed_affine.plan.balance import SMALL_BYTES, Demand, Shares, assign, lower_bound
+from deepspeed_affine.plan.checks import about, check_flags, check_hosts
 from deepspeed_affine.plan.collector import collector_paused
-from deepspeed_affine.plan.holdings import Holdings, Need, needs
+from deepspeed_affine.plan.geometry import Geometry, geometry_of
 from deepspeed_affine.plan.placement import Placement, as_itemsize, check_sides
 from deepspeed_affine.plan.replicas import Policy, check_policy, copied, divided, ratio
 from deepspeed_affine.plan.segments import TransferSegment
 from deepspeed_affine.plan.transfer import (
     PlanBudget,
+    as_budget,
     check_bytes,
-    check_maps,
     check_segments,
-    check_supply,
     folded,
-    restricted,
-    restricted_numel,
 )
 from deepspeed_affine.plan.transfer_plan import TransferPlan
 
@@ -158,27 +155,6 @@ class ModelPlan:
         return hashlib.sha256(repr((self.same_ranks, rows)).encode()).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class _Geometry:
-    """What each target location needs from each class of source locations, and the segments worked out so far."""
-
-    needs: list[Need]
-    shape: tuple[int, ...]
-    unfilled: Mapping[int, tuple[Region, ...]]
-    segments: dict[tuple[tuple[int, ...], int], tuple[TransferSegment, ...]]
-
-    def between(self, numbers: tuple[int, ...], source: int) -> tuple[TransferSegment, ...]:
-        """The segments of some needs of one target location, all served by one source location."""
-        key = (numbers, source)
-        if key not in self.segments:
-            copies: dict[tuple[int, int, float], list[Lattice]] = defaultdict(list)
-            for number in numbers:
-                need = self.needs[number]
-                copies[source, need.target, ratio(need)] += copied(need, source, self.shape)
-            self.segments[key] = folded(copies)
-        return self.segments[key]
-
-
 @collector_paused()
 def plan_model(
     target: Mapping[str, Placement],
@@ -193,7 +169,7 @@ def plan_model(
     bound: bool = False,
 ) -> ModelPlan:
     """Return the copies that move every parameter of ``target`` from where ``source`` has it; deterministic, whatever
-    the order of either.
+    the order of parameters, locations and holders.
 
     ``hosts`` (process to machine) makes a process of the target's own machine be preferred. ``valid_rows`` has the real
     height of vocabularies whose padding differs. Small regions that one target needs from the same holders are
@@ -202,49 +178,30 @@ def plan_model(
     ``plan_transfer`` raises. Geometry is cached by pairs of layouts; the rest is near-linear in the regions times their
     holders.
     """
-    budget = limits or PlanBudget()
+    budget = as_budget(limits)
     check_policy(policy)
-    check_sides(target, source, valid_rows or {})
+    check_flags(same_ranks=same_ranks, partial=partial)
+    check_hosts(hosts)
+    check_sides(target, source, {} if valid_rows is None else valid_rows)
     # Ties between senders go by the order of parameters, which is to be the same in every process.
     target = {name: target[name] for name in sorted(target)}
-    known: dict[tuple[ParamAffineMap, ParamAffineMap, int | None], _Geometry] = {}
-    geometry: dict[str, _Geometry] = {}
+    known: dict[tuple[ParamAffineMap, ParamAffineMap, int | None], Geometry] = {}
+    geometry: dict[str, Geometry] = {}
     for name, placement in target.items():
         rows = (valid_rows or {}).get(name)
         key = (placement.layout, source[name].layout, rows)
         if key not in known:
-            known[key] = _geometry(*key, partial=partial, budget=budget, param=name)
+            with about(f"parameter {name!r}", name):
+                known[key] = geometry_of(*key, partial=partial, budget=budget)
         geometry[name] = known[key]
     wanted = _wanted(target, source, geometry)
-    shares, balance = _shared(wanted, policy, same_ranks, hosts, bound)
-    return ModelPlan(
-        _plans(target, geometry, wanted, shares, budget),
-        {name: placement.itemsize for name, placement in target.items()},
-        same_ranks,
-        balance,
-    )
-
-
-def _geometry(
-    target: ParamAffineMap,
-    source: ParamAffineMap,
-    rows: int | None,
-    *,
-    partial: bool,
-    budget: PlanBudget,
-    param: str,
-) -> _Geometry:
-    check_maps(target, source, budget)
-    target.validate(partial=partial)
-    source.validate(partial=True, whole_parameter=not partial)
-    ours, theirs = restricted(target, source, rows)
-    pairs = Budget(f"Planning {param}", budget.max_pair_checks)
-    held = Holdings(theirs, None if partial else restricted_numel(source, rows), pairs)
-    found = needs(ours, held, ours.ranks, pairs)
-    wanted = {rank: sum([piece.numel for piece in ours.pieces_by_rank[rank]]) for rank in ours.ranks}
-    check_supply(ours, found, wanted)
-    unfilled = {rank: tuple(ours.gaps(rank)) for rank in ours.ranks if wanted[rank] < ours.shard_numel(rank)}
-    return _Geometry(found, held.shape, unfilled, {})
+    shares, least = _shared(wanted, policy, same_ranks, hosts, bound)
+    itemsizes = {name: placement.itemsize for name, placement in target.items()}
+    plan = ModelPlan(_plans(target, geometry, wanted, shares, budget), itemsizes, same_ranks)
+    if least is not None:
+        # A region that two share is cut between rows, so that only the plan says what each of them sends.
+        object.__setattr__(plan, "balance", Balance(max(plan.sent.values(), default=0), least))
+    return plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +219,7 @@ class _Wanted:
 def _wanted(
     target: Mapping[str, Placement],
     source: Mapping[str, Placement],
-    geometry: Mapping[str, _Geometry],
+    geometry: Mapping[str, Geometry],
 ) -> list[_Wanted]:
     found: list[_Wanted] = []
     by_class: dict[tuple[int, tuple[int, ...]], tuple[tuple[int, ...], dict[int, int]]] = {}
@@ -275,15 +232,17 @@ def _wanted(
                 by_class[key] = (tuple(sorted(locations)), locations)
             holders, locations = by_class[key]
             nbytes = need.numel * placement.itemsize
-            for rank in placement.holders[need.target]:
+            # Sorted like the sources, because the order of demands decides between holders that are equally loaded.
+            for rank in sorted(placement.holders[need.target]):
                 found.append(_Wanted(name, number, rank, nbytes, holders, locations))
     return found
 
 
 def _shared(
     wanted: Sequence[_Wanted], policy: Policy, same_ranks: bool, hosts: Mapping[int, int] | None, bound: bool
-) -> tuple[list[Shares], Balance | None]:
-    """Who serves each need. Crumbs that one target needs from the same holders are one demand."""
+) -> tuple[list[Shares], int | None]:
+    """Who serves each need, and the bound if it is asked for. Crumbs that one target needs from the same holders are
+    one demand."""
     targets = {want.target: want.target if same_ranks else -1 - want.target for want in wanted}
     bundles: list[list[int]] = []
     crumbs: dict[tuple[int, tuple[int, ...]], list[int]] = {}
@@ -319,12 +278,12 @@ def _shared(
             shares[at] = ((rank, wanted[at].nbytes),)
             if room > wanted[at].nbytes or not left:
                 left.append((rank, room - wanted[at].nbytes))
-    return shares, Balance(heaviest(demands, taken), lower_bound(demands)) if bound else None
+    return shares, lower_bound(demands) if bound else None
 
 
 def _plans(
     target: Mapping[str, Placement],
-    geometry: Mapping[str, _Geometry],
+    geometry: Mapping[str, Geometry],
     wanted: Sequence[_Wanted],
     shares: Sequence[Shares],
     budget: PlanBudget,

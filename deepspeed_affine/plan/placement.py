@@ -34,7 +34,7 @@ class Placement:
                 f"A placement has the layout {shown(self.layout)} and the holders {shown(self.holders)}; expected a "
                 "ParamAffineMap and a mapping from its locations to processes."
             )
-        as_itemsize(self.itemsize, "A placement's itemsize")
+        object.__setattr__(self, "itemsize", as_itemsize(self.itemsize, "A placement's itemsize"))
         if set(self.holders) != set(self.layout.ranks):
             raise InvalidMapError(
                 f"The placement names holders of {shown(list(self.holders))}, but the map's locations are "
@@ -64,9 +64,12 @@ def check_sides(
 ) -> None:
     """The source has every parameter of the target, as wide and of its shape; InvalidMapError lists those it has not.
 
-    The shapes of those in ``valid_rows`` are not compared.
+    The shapes of those in ``valid_rows`` are not compared. It names parameters of either side: rows that are said of
+    nothing would be read as if they were no padding.
     """
     faults = Faults()
+    if not isinstance(valid_rows, Mapping):
+        raise InvalidMapError(f"valid_rows is {shown(valid_rows)}; expected a mapping from parameter name to rows.")
     for side, given in (("target", target), ("source", source)):
         rows = given.items() if isinstance(given, Mapping) else ((None, None),)
         if not all(isinstance(name, str) and isinstance(each, Placement) for name, each in rows):
@@ -104,6 +107,14 @@ def check_sides(
                     f"parameter {name!r}: has shape {theirs} in the source and {ours} in the target; expected one. "
                     f"{advice}",
                     param=name,
+                )
+            )
+    for name in valid_rows:
+        if name not in target and name not in source:
+            faults.add(
+                InvalidMapError(
+                    f"valid_rows names {shown(name)}, which neither side has; expected the name of a parameter. Is it "
+                    "misspelt?"
                 )
             )
     faults.raise_if_any()

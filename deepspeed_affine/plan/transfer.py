@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from deepspeed_affine.errors import BudgetExceededError, InvalidMapError
+from deepspeed_affine.errors import BudgetExceededError, InvalidMapError, PolicyError
 from deepspeed_affine.ir import ParamAffineMap
 from deepspeed_affine.ir.canonical import fold_pairs
 from deepspeed_affine.ir.difference import subtract
 from deepspeed_affine.ir.ints import as_integer, coordinates, product, shown
 from deepspeed_affine.ir.lattice import Budget, Lattice, proper
+from deepspeed_affine.plan.checks import about, check_flags
 from deepspeed_affine.plan.collector import collector_paused
 from deepspeed_affine.plan.holdings import Holdings, Need, needs
 from deepspeed_affine.plan.placement import as_itemsize
@@ -27,11 +28,14 @@ from deepspeed_affine.plan.transfer_plan import PlanStatistics, TransferPlan
 
 __all__ = [
     "PlanBudget",
+    "as_budget",
     "check_bytes",
     "check_maps",
     "check_segments",
     "check_supply",
+    "check_valid",
     "folded",
+    "pair_budget",
     "plan_transfer",
     "restricted",
     "restricted_numel",
@@ -50,6 +54,10 @@ class PlanBudget:
     max_pair_checks: int = 1 << 22
     max_segments: int = 1 << 20
     max_plan_bytes: int = 1 << 28
+
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            as_integer(getattr(self, limit.name), limit.name)
 
 
 @collector_paused()
@@ -79,20 +87,22 @@ def plan_transfer(
     Raises InvalidMapError where a map contradicts itself or the two describe different parameters, PolicyError for a
     selector's wrong answer, BudgetExceededError beyond ``limits``. Near-linear in pieces and segments, whatever size.
     """
-    budget = limits or PlanBudget()
+    budget = as_budget(limits)
     check_policy(policy)
-    as_itemsize(itemsize, "The itemsize")
+    check_flags(same_ranks=same_ranks, partial=partial)
+    itemsize = as_itemsize(itemsize, "The itemsize")
     check_maps(target_map, source_map, budget)
-    target_map.validate(partial=partial)
-    source_map.validate(partial=True, whole_parameter=not partial)
+    check_valid(target_map, source_map, partial)
     target, source = restricted(target_map, source_map, valid_rows)
     ranks = _planned_ranks(target, target_ranks)
-    pairs = Budget("Planning a transfer", budget.max_pair_checks)
+    pairs = pair_budget(budget)
     held = Holdings(source, None if partial else restricted_numel(source_map, valid_rows), pairs)
     found = needs(target, held, ranks, pairs)
     wanted = {rank: sum([piece.numel for piece in target.pieces_by_rank[rank]]) for rank in ranks}
     check_supply(target, found, wanted)
     if replica_selector is not None:
+        if not callable(replica_selector):
+            raise PolicyError(f"replica_selector is {shown(replica_selector)}; expected a function.")
         copies = selected(found, held.shape, replica_selector)
     else:
         copies = chosen(found, held.shape, policy, same_ranks, itemsize)
@@ -112,6 +122,24 @@ def plan_transfer(
     return plan
 
 
+def as_budget(limits: object) -> PlanBudget:
+    """The limits, those of ``PlanBudget()`` for None; PolicyError for anything else."""
+    if limits is None:
+        return PlanBudget()
+    if not isinstance(limits, PlanBudget):
+        raise PolicyError(f"limits is {shown(limits)}; expected a PlanBudget.")
+    return limits
+
+
+def pair_budget(budget: PlanBudget) -> Budget:
+    """What counts the pairs of pieces that are compared."""
+    advice = (
+        "comparisons of two pieces, which is max_pair_checks. Raise the limit in PlanBudget, or describe the layouts "
+        "in fewer pieces."
+    )
+    return Budget("Planning a transfer", budget.max_pair_checks, advice)
+
+
 def check_maps(target: ParamAffineMap, source: ParamAffineMap, budget: PlanBudget) -> None:
     """Both are maps, within the limits; InvalidMapError or BudgetExceededError otherwise."""
     for side, layout in (("source", source), ("target", target)):
@@ -125,6 +153,17 @@ def check_maps(target: ParamAffineMap, source: ParamAffineMap, budget: PlanBudge
                     f"The {side} map has {count} {what}, more than {limit} {getattr(budget, limit)}. Raise the limit "
                     "in PlanBudget, or describe the layout in fewer pieces."
                 )
+
+
+def check_valid(target: ParamAffineMap, source: ParamAffineMap, partial: bool) -> None:
+    """Neither map contradicts itself, and unless the move is ``partial`` both describe all of F and of their shards.
+
+    Only the source's shards may have addresses that nothing describes.
+    """
+    with about("The target map"):
+        target.validate(partial=partial)
+    with about("The source map"):
+        source.validate(partial=True, whole_parameter=not partial)
 
 
 def check_segments(param: str | None, segments: Sequence[TransferSegment], budget: PlanBudget) -> None:
@@ -182,6 +221,8 @@ def restricted_numel(layout: ParamAffineMap, valid_rows: int | None) -> int:
 def _planned_ranks(target: ParamAffineMap, target_ranks: Iterable[int] | None) -> tuple[int, ...]:
     if target_ranks is None:
         return target.ranks
+    if not isinstance(target_ranks, Iterable):
+        raise PolicyError(f"target_ranks is {shown(target_ranks)}; expected some of the target map's ranks.")
     ranks = sorted({as_integer(rank, "A target rank") for rank in target_ranks})
     for rank in ranks:
         target.shard_numel(rank)

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deepspeed_affine.errors import InvalidMapError, PolicyError
+from deepspeed_affine.errors import AffineError, InvalidMapError, PolicyError
 from deepspeed_affine.execute.transfer import run_plan
-from deepspeed_affine.ir import Region, contiguous_split_map, replicated_map
+from deepspeed_affine.ir import AffinePiece, ParamAffineMap, Region, contiguous_split_map, replicated_map
 from deepspeed_affine.plan.grid import Tensor, Topology, state_placements, weight_placements
 from deepspeed_affine.plan.model import ModelPlan, plan_model
 from deepspeed_affine.plan.placement import Placement
@@ -163,6 +163,69 @@ def test_a_plan_is_data_and_deterministic():
     assert hash(read) == hash(plan)
     assert {plan: "kept"}[read] == "kept"
     assert read.plan_id() == plan.plan_id()
+
+
+def test_a_plan_does_not_depend_on_the_order_of_locations_and_holders():
+    layout = contiguous_split_map((4 << 20, 2), (2 << 20, 2 << 20), 0)
+    source = Placement(replicated_map((4 << 20, 2), 1), {0: (0, 1, 2)}, 2)
+    plans = [
+        plan_model({"w": Placement(layout, holders, 2)}, {"w": source})
+        for holders in ({0: (3, 5), 1: (4, 6)}, {0: (5, 3), 1: (4, 6)}, {1: (6, 4), 0: (3, 5)})
+    ]
+    assert plans[0] == plans[1] == plans[2]
+    assert len({plan.plan_id() for plan in plans}) == 1
+
+
+def test_the_balance_is_that_of_the_plan_where_rows_do_not_come_out_even():
+    """A region two holders share is cut between its rows, and not where their loads would be equal."""
+    layout = replicated_map((3, 1000), 1)
+    source, target = Placement(layout, {0: (0, 1)}, 8192), Placement(layout, {0: (2,)}, 8192)
+    plan = plan_model({"w": target}, {"w": source}, bound=True)
+    assert plan.sent == {0: 8192 * 1500, 1: 8192 * 1500}
+    odd = replicated_map((3,), 1)
+    source, target = Placement(odd, {0: (0, 1)}, 8 << 20), Placement(odd, {0: (2,)}, 8 << 20)
+    plan = plan_model({"w": target}, {"w": source}, bound=True)
+    assert sorted(plan.sent.values()) == [8 << 20, 16 << 20]
+    assert (plan.balance.heaviest, plan.balance.bound) == (16 << 20, 12 << 20)
+
+
+def test_what_is_wrong_with_a_map_is_said_of_its_parameter_and_side():
+    whole = Placement.own(replicated_map((4, 2), 1), 4)
+    first = ParamAffineMap((4, 2), {0: (2,)}, {0: [AffinePiece((2,), 0, (1,), 0, (1,), (0,))]})
+    holed = Placement.own(first, 4)
+    scaled = Placement.own(replicated_map((4, 2), 1, 1e-200), 4), Placement.own(replicated_map((4, 2), 1, 1e200), 4)
+    for target, source, options, said in (
+        (holed, whole, {}, "The target map"),
+        (whole, holed, {}, "The source map"),
+        (whole, holed, {"partial": True}, "Target rank 0 needs 8 elements"),
+        (whole, whole, {"valid_rows": {"w": 5}}, "valid_rows is 5"),
+        (*scaled, {}, ".*whose ratio"),
+    ):
+        with pytest.raises(AffineError, match=f"^parameter 'w': {said}") as raised:
+            plan_model({"w": target}, {"w": source}, **options)
+        assert raised.value.param == "w"
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"valid_rows": {"embd": 13}},
+        {"valid_rows": {0: 13}},
+        {"valid_rows": 13},
+        {"hosts": {"0": 1}},
+        {"hosts": [0, 0]},
+        {"same_ranks": "no"},
+        {"partial": None},
+        {"limits": 7},
+    ],
+)
+def test_an_option_that_would_say_nothing_is_refused(option):
+    """Rows of a vocabulary under a name that is misspelt would be moved with the padding."""
+    places = weight_placements(MODEL[:1], Topology(2), 4)
+    name = next(iter(option))
+    with pytest.raises((InvalidMapError, PolicyError), match=f"{name} (is|names)"):
+        plan_model(places, places, **option)
+    assert plan_model(places, {**weight_placements(MODEL, Topology(2), 4)}, valid_rows={"head": 13}).segments
 
 
 def weight_plan(itemsize):

@@ -383,10 +383,9 @@ def test_every_budget_fails_closed(limit, value):
     target = contiguous_split_map((16, 4), (8, 8), 0)
     whole = plan_transfer(target, source)
     assert (len(whole.segments), whole.statistics.pair_checks, whole.statistics.source_pieces) == (8, 8, 8)
-    said = limit if limit != "max_pair_checks" else "7 steps"
-    with pytest.raises(BudgetExceededError, match=said):
+    with pytest.raises(BudgetExceededError, match=limit):
         plan_transfer(target, source, replace(PlanBudget(), **{limit: value}))
-    with pytest.raises(BudgetExceededError, match=said):
+    with pytest.raises(BudgetExceededError, match=f"parameter 'w'.*{limit}"):
         plan_model(
             {"w": Placement.own(target, 4)},
             {"w": Placement.own(source, 4)},
@@ -394,6 +393,26 @@ def test_every_budget_fails_closed(limit, value):
         )
     exact = replace(PlanBudget(), max_plan_bytes=whole.statistics.plan_bytes)
     assert plan_transfer(target, source, exact) == whole
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ({"same_ranks": "no"}, PolicyError),
+        ({"partial": 1}, PolicyError),
+        ({"limits": 5}, PolicyError),
+        ({"target_ranks": 3}, PolicyError),
+        ({"replica_selector": 5}, PolicyError),
+        ({"itemsize": 2.5}, InvalidMapError),
+        ({"valid_rows": True}, InvalidMapError),
+    ],
+)
+def test_an_option_of_another_type_is_refused_by_name(option, expected):
+    layout = replicated_map((4, 4), 2)
+    with pytest.raises(expected, match=f"^The {next(iter(option))} is|^{next(iter(option))} is"):
+        plan_transfer(layout, layout, **option)
+    with pytest.raises(InvalidMapError, match="max_segments is 'many'"):
+        PlanBudget(max_segments="many")
 
 
 def test_pieces_held_twice_are_counted_before_they_are_compared():
@@ -404,10 +423,10 @@ def test_pieces_held_twice_are_counted_before_they_are_compared():
     plan = plan_transfer(target, source)
     assert sorted(at for segment in plan.segments for _, at in addresses(segment)) == list(range(400))
     assert plan.statistics.pair_checks > 2000
-    with pytest.raises(BudgetExceededError, match="2000 steps"):
+    with pytest.raises(BudgetExceededError, match="2000 comparisons"):
         plan_transfer(target, source, PlanBudget(max_pair_checks=2000))
     sides = {"w": Placement.own(target, 4)}, {"w": Placement.own(source, 4)}
-    with pytest.raises(BudgetExceededError, match="2000 steps"):
+    with pytest.raises(BudgetExceededError, match="2000 comparisons"):
         plan_model(*sides, limits=PlanBudget(max_pair_checks=2000))
 
 
