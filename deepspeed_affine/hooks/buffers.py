@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deepspeed_affine.errors import CheckpointFormatError
 from deepspeed_affine.hooks.live_values import read_tensor
@@ -27,14 +27,15 @@ class BufferLoad:
     planning: Planning
 
     @classmethod
-    def all_of(cls, module: torch.nn.Module, planning: Planning) -> Iterator[BufferLoad]:
-        """One for every persistent buffer of the model that is stored with its shape; the others are noted."""
+    def all_of(cls, module: torch.nn.Module, planning: Planning, own: Mapping[str, Any]) -> Iterator[BufferLoad]:
+        """One for every persistent buffer of the model that is stored with its shape; the others are noted. ``own`` is
+        what this rank had saved of the module, if anything."""
         for prefix, part in module.named_modules():
             for local, buffer in part.named_buffers(recurse=False):
                 if local in part._non_persistent_buffers_set:
                     continue
                 name = f"{prefix}.{local}" if prefix else local
-                stored = planning.offered.buffer(name)
+                stored = planning.offered.buffer(name, own)
                 if stored is None:
                     why = "is in the model and not in the checkpoint"
                     planning.strictness.lacks(f"buffer {name}", why, planning.faults, planning.report)

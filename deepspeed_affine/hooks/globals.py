@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed_affine.errors import AffineError
+from deepspeed_affine.errors import AffineError, UnsupportedLayoutError
 from deepspeed_affine.hooks.live_values import live_value
 from deepspeed_affine.hooks.offered import Offered
 from deepspeed_affine.hooks.report import Reporting
 from deepspeed_affine.storage.refs import StandIn
 
-__all__ = ["Globals", "plan_globals"]
+__all__ = ["Globals", "place_of", "plan_globals"]
 
 DEEPSPEEDS_OWN = frozenset(
     (
@@ -78,7 +78,7 @@ def plan_globals(
     with_module_only: bool,
 ) -> Globals:
     """What of the checkpoint's global state this engine takes; what it cannot take is in ``report``, with reasons."""
-    root = offered.model_root(*_place_of(engine))
+    root = offered.model_root(*place_of(engine))
     found = Globals()
     for key, value in root.items():
         if isinstance(key, str) and key not in DEEPSPEEDS_OWN:
@@ -115,7 +115,8 @@ def scale_holder(optimizer: Any) -> Any:
     return optimizer if hasattr(optimizer, "cur_scale") and hasattr(optimizer, "cur_iter") else None
 
 
-def _place_of(engine: Any) -> tuple[int, int, int, int]:
+def place_of(engine: Any) -> tuple[int, int, int, int]:
+    """This process's model-parallel rank and how many there are, its data-parallel rank and how many there are."""
     import torch.distributed as dist
 
     mp = getattr(engine, "checkpoint_mp_rank", None)
@@ -139,8 +140,10 @@ def _plan_scheduler(engine: Any, root: Mapping[str, Any], offered: Offered, repo
     try:
         state = live_value(saved, offered.reader, place="lr_scheduler")
     except AffineError as fault:
-        report.left("lr_scheduler", fault.message)
-        return
+        raise UnsupportedLayoutError(
+            f"{fault.message} A schedule that starts again is none that continues: say load_lr_scheduler_states=False, "
+            "and set it by hand."
+        ) from fault
     rates = state.get("base_lrs") if isinstance(state, Mapping) else None
     groups = getattr(engine.optimizer, "param_groups", ())
     if isinstance(rates, list) and len(rates) != len(groups):

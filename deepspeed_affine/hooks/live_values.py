@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_affine.errors import UnsupportedLayoutError
 from deepspeed_affine.storage.files import ByteReader
 from deepspeed_affine.storage.numpy_values import numpy_value
-from deepspeed_affine.storage.refs import Global, StandIn, TensorRef, TorchSize
+from deepspeed_affine.storage.refs import NO_STATE, Global, StandIn, TensorRef, TorchSize
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["live_value", "read_tensor"]
 
 DEEPEST = 200
+_FACTORIES: Mapping[str, Callable[[], Any]] = {
+    kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, dict, set, tuple)
+}
 
 
 def live_value(value: Any, reader: ByteReader, *, place: str) -> Any:
@@ -62,9 +66,9 @@ class _Living:
             return torch.Size(value)
         if isinstance(value, StandIn):
             made = numpy_value(value)
-            if made is not None:
-                return made
-            return self._refuse(value.stand_in_class)
+            if made is None:
+                made = self._container(value, depth + 1)
+            return self._refuse(value.stand_in_class) if made is None else made
         if isinstance(value, Global):
             return self._refuse(value)
         if isinstance(value, (dict, OrderedDict)):
@@ -72,6 +76,28 @@ class _Living:
         if isinstance(value, (list, tuple, set, frozenset)):
             return type(value)(self.of(item, depth + 1) for item in value)
         return value
+
+    def _container(self, value: StandIn, depth: int) -> Any:
+        """The counter (of which torch's MultiStepLR makes its milestones), queue or dictionary with defaults that
+        ``value`` records as such a one is pickled, None where it is none."""
+        named, args = value.stand_in_class, value.stand_in_args
+        if not isinstance(named, Global) or named.module != "collections" or value.stand_in_op != "reduce":
+            return None
+        if value.stand_in_kwargs or value.stand_in_state is not NO_STATE:
+            return None
+        if named.qualname == "Counter" and len(args) == 1 and type(args[0]) is dict and not value.stand_in_dict:
+            return Counter(self.of(args[0], depth))
+        if named.qualname == "deque" and len(args) in (1, 2) and args[0] == ():
+            length = args[1] if len(args) == 2 else None
+            if length is None or (type(length) is int and length >= 0):
+                return deque(self.of(value.stand_in_list, depth), length)
+        if named.qualname == "defaultdict" and len(args) in (0, 1):
+            factory = args[0] if args else None
+            if factory is None:
+                return defaultdict(None, self.of(dict(value.stand_in_dict), depth))
+            if isinstance(factory, Global) and factory.module == "builtins" and factory.qualname in _FACTORIES:
+                return defaultdict(_FACTORIES[factory.qualname], self.of(dict(value.stand_in_dict), depth))
+        return None
 
     def _refuse(self, named: object) -> Any:
         raise UnsupportedLayoutError(

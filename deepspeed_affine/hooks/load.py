@@ -17,10 +17,10 @@ from deepspeed_affine.errors import AffineError, Faults, PolicyError
 from deepspeed_affine.hooks.agreement import together, union_of_names
 from deepspeed_affine.hooks.buffers import BufferLoad
 from deepspeed_affine.hooks.given import require_engine, require_info, require_threads
-from deepspeed_affine.hooks.globals import Globals, plan_globals
+from deepspeed_affine.hooks.globals import Globals, place_of, plan_globals
 from deepspeed_affine.hooks.layouts import LiveParam, described
 from deepspeed_affine.hooks.matching import Matching, aliases_of, match_params, of_another_model
-from deepspeed_affine.hooks.offered import Offered
+from deepspeed_affine.hooks.offered import LOST, Offered
 from deepspeed_affine.hooks.optimizers import Partition, inner_optimizer, partitions
 from deepspeed_affine.hooks.param_groups import GroupPlan, foreign_options, match_groups, take_hyperparameters
 from deepspeed_affine.hooks.partition_load import Copy, DirectLoad, PartitionLoad, Planning, group_index
@@ -181,7 +181,10 @@ class _Load:
         self._one_sided(matching, faults)
         if self.with_states:
             for what, why in self.offered.place(self._groups(matching.taken)).items():
-                self.report.left(what, why)
+                if what == LOST:
+                    self.strictness.lacks(what, why, faults, self.report)
+                else:
+                    self.report.left(what, why)
         if self.offered.by_position:
             self.report.restored.append("optimizer states by position (saved without ZeRO, they have no names)")
         self.report.weights = dict.fromkeys(matching.taken)
@@ -196,7 +199,9 @@ class _Load:
             part.check()
         for load in self.direct:
             load.check()
-        self.buffers = list(BufferLoad.all_of(self.engine.module, planning))
+        self.buffers = list(
+            BufferLoad.all_of(self.engine.module, planning, self.offered.own_module(*place_of(self.engine)))
+        )
         if self.with_states:
             self._match_groups(faults)
 

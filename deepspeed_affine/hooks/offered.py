@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
     from deepspeed_affine.hooks.layouts import LiveParam
 
-__all__ = ["Offered", "Shape"]
+__all__ = ["LOST", "Offered", "Shape"]
+
+LOST = "optimizer states"
+"""What ``Offered.place`` calls all of them together."""
 
 Shape = tuple[int, ...]
 Number = Any
@@ -91,8 +94,8 @@ class Offered:
         self._by_position = found or {}
         if found is None:
             return {
-                "optimizer states": "the checkpoint was saved without ZeRO, which stores them by position, and the "
-                "engine's parameter groups have other numbers or shapes"
+                LOST: "the checkpoint was saved without ZeRO, which stores them by position, and the engine's "
+                "parameter groups have other numbers or shapes, or the optimizer keeps states of other shapes"
             }
         if apart and found:
             return {
@@ -147,6 +150,16 @@ class Offered:
         path = next((file.path for file in files if (file.mp or 0, file.dp or 0) == wanted), self.model.path)
         return self.model.root if path == self.model.path else self._model_file(path).root
 
+    def own_module(self, mp: int, mp_degree: int, dp: int, dp_degree: int) -> Mapping[str, Any]:
+        """The module that this very rank saved, empty where the job had other ranks. ZeRO-3 saves one of every rank,
+        and what is not averaged (BatchNorm's statistics) differs; other stages save that of data-parallel rank 0."""
+        files = self.folder.model_files
+        mps, dps = {file.mp or 0 for file in files}, {file.dp or 0 for file in files}
+        if len(mps) != mp_degree or len(dps) not in (1, dp_degree):
+            return {}
+        found = self.model_root(mp, mp_degree, dp, dp_degree).get("module")
+        return found if isinstance(found, Mapping) else {}
+
     @cached_property
     def optimizer(self) -> Mapping[str, Any]:
         """The root of ``optimizer_state.pt``, empty where there is none."""
@@ -172,12 +185,18 @@ class Offered:
 
     @cached_property
     def param_groups(self) -> Sequence[Mapping[str, Any]]:
-        """The saved hyperparameters of every parameter group."""
+        """The saved hyperparameters of every parameter group; those stored as a tensor of one number are numbers."""
         inner = self.optimizer.get("optimizer_state_dict")
         for found in (self.optimizer.get("param_groups"), inner and inner.get("param_groups")):
             if isinstance(found, (list, tuple)) and all(isinstance(group, Mapping) for group in found):
-                return found
+                return [{key: self._plain(value) for key, value in group.items()} for group in found]
         return ()
+
+    def _plain(self, value: Any) -> Any:
+        if type(value) in (list, tuple):
+            return type(value)(self._plain(item) for item in value)
+        number = read_number(value, self.reader) if isinstance(value, TensorRef) and not value.shape else None
+        return value if number is None else number
 
     @cached_property
     def group_names(self) -> Sequence[set[str]] | None:
@@ -287,9 +306,10 @@ class Offered:
             live.universal, ()
         )
 
-    def buffer(self, name: str) -> TensorRef | None:
-        """A buffer as the module had it; below ``zero`` it is in float32, which not every number is."""
-        found = (self.model.module or {}).get(name)
+    def buffer(self, name: str, own: Mapping[str, Any]) -> TensorRef | None:
+        """A buffer as the module had it: in ``own``, this rank's, else in the first. Below ``zero`` it is in float32,
+        which not every number is."""
+        found = own.get(name) if isinstance(own.get(name), TensorRef) else (self.model.module or {}).get(name)
         return found if isinstance(found, TensorRef) and found.numel else self.whole(name)
 
     def whole(self, name: str) -> TensorRef | None:

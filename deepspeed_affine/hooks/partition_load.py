@@ -14,6 +14,7 @@ from deepspeed_affine.hooks.report import Reporting
 from deepspeed_affine.hooks.state_forms import (
     Kept,
     first_number,
+    keeps_factors,
     keeps_step_in_group,
     kept_states,
     number_in_form,
@@ -109,6 +110,16 @@ class PartitionLoad:
             live = self.planning.lives.get(fragment.name)
             if live is not None:
                 self._take_states(fragment, live, self.partition.is_whole)
+        if self.states and keeps_factors(self.partition.optimizer, self.partition.tensor):
+            self.planning.faults.add(
+                UnsupportedLayoutError(
+                    f"optimizer states of {', '.join(self.partition.members)}: are kept for every element in the "
+                    f"checkpoint, and a {type(self.partition.optimizer).__name__} without ZeRO keeps them for rows and "
+                    "columns; one does not follow from the other. Load with ZeRO, or say "
+                    "load_optimizer_states=False.",
+                    param=next(iter(self.partition.members), None),
+                )
+            )
 
     def _speaking(self) -> list[str]:
         """The parameters that say which states and which step the partition has: those in it, or, where it holds

@@ -15,7 +15,7 @@ from deepspeed_affine.hooks.wholeness import check_whole, identity_of
 from deepspeed_affine.lowering.policy import ScaledStates
 from deepspeed_affine.storage.files import absolute, is_file, is_folder, join, list_folder, read_small
 from deepspeed_affine.storage.folder import parse_name
-from deepspeed_affine.storage.universal import is_universal, scan_universal
+from deepspeed_affine.storage.universal import ZERO, is_universal, scan_universal
 
 __all__ = ["LATEST", "Found", "find_checkpoint", "open_checkpoint"]
 
@@ -86,14 +86,15 @@ def open_checkpoint(
 def _is_universal(path: str) -> bool:
     entries = list_folder(path)
     kinds = {parsed.kind for entry in entries if (parsed := parse_name(entry.name)) is not None}
-    converted = is_universal(path)
-    if converted and "zero_optim" in kinds:
+    if "zero_optim" in kinds and is_folder(join(path, ZERO)):
         raise CheckpointFormatError(
             f"{path}: holds a universal checkpoint and the optimizer files of one as an engine saves it; expected one "
             "of them, since they may be of different steps. Move the folder 'zero' or the *_optim_states.pt files "
             "elsewhere.",
             file=path,
         )
+    # A resharded checkpoint is an ordinary one, and has a manifest as a converted one has.
+    converted = "zero_optim" not in kinds and is_universal(path)
     if converted or kinds:
         return converted
     if any(entry.name in LATEST for entry in entries):

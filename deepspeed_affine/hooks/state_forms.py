@@ -14,7 +14,16 @@ from deepspeed_affine.hooks.stored_params import STEP
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Kept", "first_number", "keeps_step_in_group", "kept_states", "number_in_form", "state_dtype", "used_states"]
+__all__ = [
+    "Kept",
+    "first_number",
+    "keeps_factors",
+    "keeps_step_in_group",
+    "kept_states",
+    "number_in_form",
+    "state_dtype",
+    "used_states",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +110,12 @@ def number_in_form(optimizer: Any, options: Mapping[str, Any], tensor: Any, stat
     if home.startswith(_KNOWN_HOMES):
         return int(number) if state == STEP else number
     return value.clone() if torch.is_tensor(value) else value
+
+
+def keeps_factors(optimizer: Any, tensor: torch.Tensor) -> bool:
+    """Whether the optimizer keeps states of the rows and columns of ``tensor`` instead of its elements."""
+    kind = type(optimizer)
+    return kind.__name__ == "Adafactor" and f"{kind.__module__}.".startswith("torch.optim.") and tensor.dim() > 1
 
 
 def keeps_step_in_group(optimizer: Any, options: Mapping[str, Any], states: Mapping[str, Any]) -> bool:

@@ -30,6 +30,7 @@ from deepspeed_affine.storage.refs import TensorRef
 
 __all__ = [
     "OPTIMIZER_STATE",
+    "ZERO",
     "StateFile",
     "StoredState",
     "UniversalFolder",
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 ZERO = "zero"
+"""The folder in which a universal checkpoint has its parameters."""
 OPTIMIZER_STATE = "zero/optimizer_state.pt"
 PARAM = "param"
 _FORMATS = {

@@ -8,6 +8,7 @@ import engines
 import pytest
 import synthetic
 import torch
+from resharding import reshard
 from synthetic import COLUMN, REPLICATED, ROW, Cut, Param, World
 from test_load_checkpoint import OPTIMIZERS, differences, held, save
 from test_load_refusals import Wider, unchanged_by
@@ -15,6 +16,8 @@ from test_load_refusals import Wider, unchanged_by
 import deepspeed_affine
 from deepspeed_affine.errors import AffineError, CheckpointFormatError, IntegrityError, UnsupportedLayoutError
 from deepspeed_affine.hooks import ordinary
+from deepspeed_affine.hooks.live_values import read_tensor
+from deepspeed_affine.lowering.policy import ScaledStates
 from deepspeed_affine.storage.checkpoint_file import load_checkpoint_file
 
 # ---------------------------------------------------------------- any topology, into one process
@@ -261,6 +264,39 @@ def test_a_folder_of_both_kinds_is_refused(both, tmp_path):
     shutil.copytree(both / "global_step2_universal" / "zero", tmp_path / "mixed" / "zero")
     engine = engines.make_engine(1, seed=2)
     unchanged_by(engine, tmp_path, "mixed", kind=CheckpointFormatError, match="holds a universal checkpoint and the")
+
+
+def test_what_was_resharded_is_loaded_as_what_an_engine_saved(both, tmp_path):
+    assert reshard(both / "global_step3", tmp_path / "made", "--dp", 2, "--zero-stage", 3) == 0
+    engines_of = [engines.make_engine(1, seed=seed) for seed in (2, 3)]
+    for engine, folder in zip(engines_of, (both / "global_step3", tmp_path / "made"), strict=True):
+        report = deepspeed_affine.load_checkpoint(engine, folder.parent, folder.name)
+        assert report.complete, str(report)
+    assert differences(*map(held, engines_of)) == []
+    # Half of it is damaged, and no universal folder that lacks the rest.
+    next((tmp_path / "made").glob("*rank_1_*_optim_states.pt")).unlink()
+    unchanged_by(engines_of[0], tmp_path, "made", kind=CheckpointFormatError, match=r"optim_states\.pt: is missing")
+
+
+def test_every_rank_of_zero3_has_the_buffers_that_it_saved(tmp_path):
+    world = World(stage=3, dp=2)
+    params = [*params_of(world), Param("seen", torch.ones(3), REPLICATED, kind="buffer")]
+    synthetic.make(world, params).save(tmp_path)
+    for rank, number in enumerate((1.0, 5.0)):
+        path = tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        root = torch.load(path, weights_only=False)
+        root["module"]["seen"] = torch.full((3,), number)
+        torch.save(root, path)
+    offered = ordinary.OrdinaryOffered(str(tmp_path), ScaledStates.REFUSE)
+
+    def seen(rank, count):
+        found = read_tensor(offered.buffer("seen", offered.own_module(0, 1, rank, count)), offered.reader)
+        return set(found.tolist())
+
+    assert [seen(0, 2), seen(1, 2)] == [{1.0}, {5.0}]
+    # Of a job with other ranks nobody has any.
+    assert [seen(0, 1), seen(3, 4)] == [{1.0}, {1.0}]
+    offered.close()
 
 
 def test_a_folder_of_checkpoints_is_none_itself(both):

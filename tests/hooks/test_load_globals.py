@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter, defaultdict, deque
 
 import engines
 import pytest
@@ -10,6 +11,7 @@ import torch
 from test_load_checkpoint import differences, held, save
 
 import deepspeed_affine
+from deepspeed_affine.errors import UnsupportedLayoutError
 from deepspeed_affine.storage.files import ByteReader
 
 
@@ -87,6 +89,53 @@ def test_a_scheduler_continues_its_ramp(tmp_path):
     assert "lr_scheduler: load_lr_scheduler_states=False was said" in map(str, report.not_restored)
     report = deepspeed_affine.load_checkpoint(engines.make_engine(1, seed=2), universal)
     assert "lr_scheduler: the engine has none" in map(str, report.not_restored)
+
+
+class Held:
+    """What no load builds."""
+
+
+def test_a_scheduler_goes_on_from_milestones_and_is_never_begun_again_unasked(tmp_path):
+    # torch keeps milestones in a counter.
+    def build(stage, seed):
+        engine = engines.make_engine(stage, seed=seed)
+        engine.lr_scheduler = torch.optim.lr_scheduler.MultiStepLR(engine.optimizer.optimizer, [1, 2, 4, 4])
+        return engine
+
+    engine = build(1, 1)
+    engines.take_steps(engine, 3)
+    engine.save_checkpoint(str(tmp_path), tag="saved")
+    other = build(3, 2)
+    report = deepspeed_affine.load_checkpoint(other, tmp_path)
+    assert report.complete, str(report)
+    assert other.lr_scheduler.state_dict() == engine.lr_scheduler.state_dict()
+    assert engines.take_steps(other, 2, first=3) == pytest.approx(engines.take_steps(engine, 2, first=3), rel=1e-6)
+    assert other.get_lr() == engine.get_lr()
+
+    engine.lr_scheduler.milestones = Held()
+    engine.save_checkpoint(str(tmp_path), tag="held")
+    other = build(3, 2)
+    with pytest.raises(
+        UnsupportedLayoutError, match=r"lr_scheduler: holds an object of .*load_lr_scheduler_states=False"
+    ):
+        deepspeed_affine.load_checkpoint(other, tmp_path, "held")
+    assert other.global_steps == 0
+    assert not deepspeed_affine.load_checkpoint(other, tmp_path, "held", load_lr_scheduler_states=False).complete
+
+
+def test_counters_queues_and_dictionaries_with_defaults_of_the_client_state_come_back(tmp_path):
+    counts = defaultdict(list, {"a": [1, torch.ones(2)]})
+    state = {"seen": Counter("abca"), "last": deque([1, "x"], maxlen=5), "counts": counts, "none": defaultdict(None)}
+    odd = {"odd": defaultdict(Held), "own": Held()}
+    engines.make_engine(0).save_checkpoint(str(tmp_path), tag="saved", client_state={**state, **odd})
+    report = deepspeed_affine.load_checkpoint(engines.make_engine(0, seed=2), tmp_path)
+    found = dict(report.client_state)
+    assert torch.equal(found["counts"]["a"].pop(), counts["a"].pop())
+    assert found == state
+    assert [type(found[key]) for key in state] == [type(value) for value in state.values()]
+    assert (found["last"].maxlen, found["counts"].default_factory, found["none"].default_factory) == (5, list, None)
+    left = [str(row).split(":")[0] for row in report.not_restored if "client_state" in str(row)]
+    assert left == ["client_state['odd']", "client_state['own']"]
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import engines
 import pytest
 import torch
 
+import deepspeed_affine
 from deepspeed_affine.errors import AffineError, CheckpointFormatError, UnsupportedLayoutError
 from deepspeed_affine.hooks.agreement import together
 from deepspeed_affine.hooks.param_groups import match_groups, take_hyperparameters
@@ -98,6 +100,26 @@ def test_what_is_known_of_torchs_optimizers_is_what_they_do(make):
         assert (type(made), made.dtype, made.shape) == (type(state[name]), state[name].dtype, state[name].shape)
         assert number_in_form(optimizer, optimizer.param_groups[0], weight, name, state[name], 5) is state[name]
         assert float(state[name]) == 5.0
+
+
+@pytest.mark.parametrize(("source", "target"), [(1, 3), (3, 0), (0, 1)])
+@pytest.mark.parametrize("plain", [True, False], ids=["into a number", "into a tensor"])
+def test_a_rate_kept_as_a_tensor_comes_back(tmp_path, source, target, plain):
+    def build(stage, seed, rate):
+        make = lambda groups: torch.optim.AdamW(groups, lr=rate, foreach=False)  # noqa: E731
+        return engines.make_engine(stage, optimizer=make, seed=seed)
+
+    engine = build(source, 1, torch.tensor(0.02))
+    engine.optimizer.param_groups[0]["lr"].fill_(0.007)
+    engines.take_steps(engine, 1)
+    engine.save_checkpoint(str(tmp_path), tag="saved")
+    mine = 0.5 if plain else torch.tensor(0.5)
+    other = build(target, 2, mine)
+    report = deepspeed_affine.load_checkpoint(other, tmp_path)
+    assert report.complete, str(report)
+    rate = other.optimizer.param_groups[0]["lr"]
+    assert (type(rate), float(rate)) == (type(mine), float(torch.tensor(0.007)))
+    assert engines.take_steps(other, 2, first=1) == pytest.approx(engines.take_steps(engine, 2, first=1), rel=1e-6)
 
 
 def test_the_form_of_a_step_is_the_optimizers():

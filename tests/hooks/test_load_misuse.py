@@ -318,6 +318,38 @@ def test_a_group_of_frozen_parameters_does_not_shift_the_states_of_the_others(tm
     assert differences(held(other), held(engine)) == []
 
 
+def adafactor(groups):
+    return torch.optim.Adafactor(groups, lr=1e-2)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_states_by_position_that_do_not_fit_are_missing_and_not_begun_again_unasked(tmp_path, stage):
+    engine = engines.make_engine(0, model=engines.Small(frozen=False))
+    engines.take_steps(engine, 2)
+    engine.save_checkpoint(str(tmp_path), tag="thawed")
+    other = engines.make_engine(stage, seed=2)
+    error = unchanged_by(other, tmp_path, match="optimizer states: .* other numbers or shapes, .*missing='ignore'")
+    assert "1 missing" in error.message
+    report = deepspeed_affine.load_checkpoint(other, tmp_path, missing="ignore")
+    assert "optimizer states" in [str(row).split(":")[0] for row in report.not_restored]
+    engines.take_steps(other, 1)
+
+
+def test_states_of_rows_and_columns_are_not_taken_for_those_of_elements(tmp_path):
+    for stage in (0, 3):
+        engine = engines.make_engine(stage, optimizer=adafactor)
+        engines.take_steps(engine, 2)
+        engine.save_checkpoint(str(tmp_path), tag=f"zero{stage}")
+    other = engines.make_engine(0, optimizer=adafactor, seed=2)
+    unchanged_by(other, tmp_path, "zero0", match="keeps states of other shapes")
+    unchanged_by(
+        other, tmp_path, "zero3", match=r"of up\.weight: are kept for every element .* a Adafactor without ZeRO"
+    )
+    # Partitions are flat, whatever their parameters are.
+    report = deepspeed_affine.load_checkpoint(engines.make_engine(1, optimizer=adafactor, seed=2), tmp_path, "zero3")
+    assert dict(report.states) == {"variance": 6}
+
+
 def test_a_report_says_what_is_left_out_once_a_reason(tmp_path):
     universal = save(engines.make_engine(1), tmp_path, client_state={"mine": Unknown})
     report = deepspeed_affine.load_checkpoint(engines.make_engine(1, seed=2), universal)

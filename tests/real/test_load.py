@@ -67,15 +67,18 @@ def test_low_precision_weights_follow_and_frozen_ones_and_buffers_come_back(
 ) -> None:
     run = loaded(pair)
     before = run.before
-    for holding in run.now:
+    # ZeRO-3 saves every rank's buffers, which BatchNorm makes of its own part of the batch; other stages the first's.
+    own = run.pair.source.stage == 3 and run.pair.source.dp == run.pair.target.dp
+    for rank, holding in enumerate(run.now):
         for name, low in holding["low"].items():
             master = holding["params"][name]["fp32"]
             assert torch.equal(low, master.reshape(low.shape).to(low.dtype)), name
         for name in holding["frozen"]:
             assert torch.equal(holding["params"][name]["fp32"], before[0]["params"][name]["fp32"]), name
+        buffers = before[rank if own else 0]["buffers"]
         for name, buffer in holding["buffers"].items():
-            if name in before[0]["buffers"] and "tokens_per_expert" not in name:
-                assert torch.equal(buffer, before[0]["buffers"][name]), name
+            if name in buffers and "tokens_per_expert" not in name:
+                assert torch.equal(buffer, buffers[name]), name
 
 
 @pytest.mark.parametrize("pair", LOADED)
