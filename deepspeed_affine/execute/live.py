@@ -95,8 +95,7 @@ def transfer(
     wire = Wire(group, timeout if _is_timeout(timeout) else TIMEOUT_SECONDS)
     faults = Faults()
     whole = _as_model(plan, faults)
-    if not _is_timeout(timeout):
-        faults.add(PolicyError(f"timeout is {shown(timeout)}; expected a positive number of seconds."))
+    _check_own_options(timeout, progress, faults)
     options = _checked_options(staging_bytes, scale_power, scaled_states, faults)
     sides = agreed(wire, whole, source, target, options, faults)
     with torch.no_grad():
@@ -114,6 +113,14 @@ def _as_model(plan: Any, faults: Faults) -> ModelPlan:
 
 def _is_timeout(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 < value < 1e9
+
+
+def _check_own_options(timeout: Any, progress: Any, faults: Faults) -> None:
+    """The options that may differ between processes."""
+    if not _is_timeout(timeout):
+        faults.add(PolicyError(f"timeout is {shown(timeout)}; expected a positive number of seconds."))
+    if progress is not None and not callable(progress):
+        faults.add(PolicyError(f"progress is {shown(progress)}; expected a function of two numbers."))
 
 
 def _checked_options(staging: Any, power: Any, scaled_states: Any, faults: Faults) -> dict[str, str | int]:

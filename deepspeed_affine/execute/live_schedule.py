@@ -27,16 +27,19 @@ class Needs:
     """What the plan says of a process's shards.
 
     ``source`` is how many elements of a source shard are read up to the last; ``target`` how many a target shard has:
-    every one is in one segment or is unfilled, except of parameters in ``misfilled``. ``scaled`` names parameters with
-    scaled segments, ``scales`` has those that are not 1, and ``last`` is the highest process the plan names.
+    every one is in one segment or is unfilled, except of parameters in ``misfilled``; of those in ``unsound`` a segment
+    of this process contradicts itself. ``scaled`` names parameters with scaled segments, ``scales`` has those that are
+    not 1, and ``first`` and ``last`` are the lowest process the plan names, or 0, and the highest.
     """
 
     digest: str
     source: Mapping[str, int]
     target: Mapping[str, int]
     misfilled: frozenset[str]
+    unsound: frozenset[str]
     scaled: frozenset[str]
     scales: tuple[float, ...]
+    first: int
     last: int
 
 
@@ -79,11 +82,16 @@ def _needs(plan: ModelPlan, rank: int, digest: str) -> Needs:
     source: dict[str, int] = {}
     target: dict[str, int] = {}
     filled: dict[str, list[TransferSegment]] = {}
-    scaled, scales, last = set(), set(), -1
+    scaled, scales, unsound, first, last = set(), set(), set(), 0, -1
     for name, each in plan.plans.items():
         for segment in each.segments:
+            first = min(first, segment.source_rank, segment.target_rank)
             last = max(last, segment.source_rank, segment.target_rank)
             if not segment.numel:
+                continue
+            concerned = rank in (segment.source_rank, segment.target_rank) or segment.scale != 1.0
+            if concerned and not segment.is_sound:
+                unsound.add(name)
                 continue
             if segment.source_rank == rank:
                 source[name] = max(source.get(name, 0), segment.source_reach)
@@ -101,7 +109,17 @@ def _needs(plan: ModelPlan, rank: int, digest: str) -> Needs:
         for name, segments in filled.items()
         if misfilled(segments, {rank: plan.plans[name].unfilled.get(rank, ())}) is not None
     ]
-    return Needs(digest, source, target, frozenset(wrong), frozenset(scaled), tuple(sorted(scales)), last)
+    return Needs(
+        digest,
+        source,
+        target,
+        frozenset(wrong),
+        frozenset(unsound),
+        frozenset(scaled),
+        tuple(sorted(scales)),
+        first,
+        last,
+    )
 
 
 def _schedule(plan: ModelPlan, rank: int, itemsizes: Mapping[str, int], limit: int) -> Schedule:

@@ -23,7 +23,7 @@ from deepspeed_affine.errors import (
 )
 from deepspeed_affine.execute.live_schedule import Needs, needs_of
 from deepspeed_affine.execute.memory import dense
-from deepspeed_affine.execute.shard_memory import multiplies, overfilled, sharing, unfit, unusable
+from deepspeed_affine.execute.shard_memory import multiplies, overfilled, sharing, unfit, unsound, unusable
 from deepspeed_affine.execute.wire import Wire
 from deepspeed_affine.plan.model import ModelPlan
 
@@ -60,6 +60,7 @@ def agreed(
     try:
         needs = needs_of(plan, wire.rank, lambda: _digest(plan))
         faults.extend(_misnumbered(plan, needs, wire))
+        faults.extend([unsound(_named(name), param=name) for name in sorted(needs.unsound)])
         for what, given in (("source", source), ("target", target)):
             found, wrong = _side(what, given, needs, plan, wire.rank)
             sides[what] = found
@@ -71,7 +72,7 @@ def agreed(
     except Exception as error:
         # The others wait for what this process has to say.
         faults.add(error if isinstance(error, AffineError) else AffineError(f"{type(error).__name__}: {error}"))
-        plan, needs = ModelPlan({}, {}), Needs("", {}, {}, frozenset(), frozenset(), (), -1)
+        plan, needs = ModelPlan({}, {}), Needs("", {}, {}, frozenset(), frozenset(), frozenset(), (), 0, -1)
         told = _told({}, plan, {}, "", faults, device)
     rows = [json.loads(row) for row in wire.gather(told.encode())]
     dtypes = _judged(rows, sorted(plan.plans))
@@ -90,10 +91,10 @@ def _misnumbered(plan: ModelPlan, needs: Needs, wire: Wire) -> Iterator[AffineEr
             "The plan numbers the processes of its two sides apart (same_ranks is false), and a transfer is between "
             "processes of one group; plan with same_ranks=True and placements in ranks of that group."
         )
-    elif needs.last >= wire.size:
+    elif needs.first < 0 or needs.last >= wire.size:
         yield PolicyError(
-            f"The plan names process {needs.last}, but the group has {wire.size}; expected ranks of the group. Give "
-            "the placements that were planned in ranks of this group."
+            f"The plan names process {needs.first or needs.last}, but the group has {wire.size}; expected ranks of the "
+            "group. Give the placements that were planned in ranks of this group."
         )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from deepspeed_affine.errors import AffineError, IntegrityError, InvalidMapError, PolicyError, UnsupportedLayoutError
 
-__all__ = ["multiplies", "overfilled", "sharing", "unfit", "unusable"]
+__all__ = ["multiplies", "overfilled", "sharing", "unfit", "unsound", "unusable"]
 
 
 def unfit(numel: int, where: str, needed: int, what: str) -> AffineError | None:
@@ -29,6 +29,15 @@ def overfilled(where: str, *, param: str | None = None, rank: int | None = None)
         f"{where}: the plan fills some of its addresses twice, or some beyond its end; expected each once. Plan again.",
         param=param,
         rank=rank,
+    )
+
+
+def unsound(where: str, *, param: str | None = None) -> AffineError:
+    """What to say of a plan with a segment whose members do not fit together."""
+    return InvalidMapError(
+        f"{where}: a segment of its plan has numbers below zero, strides that are not one per axis, or a scale that is "
+        "no finite number other than zero; expected segments as plan_transfer makes and from_dict reads them.",
+        param=param,
     )
 
 

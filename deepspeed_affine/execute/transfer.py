@@ -10,7 +10,7 @@ import torch
 
 from deepspeed_affine.errors import Faults, IntegrityError, PolicyError, UnsupportedLayoutError
 from deepspeed_affine.execute.memory import as_words, dense, strided_view, times, word_view
-from deepspeed_affine.execute.shard_memory import multiplies, overfilled, sharing, unfit, unusable
+from deepspeed_affine.execute.shard_memory import multiplies, overfilled, sharing, unfit, unsound, unusable
 from deepspeed_affine.ir.ints import shown
 from deepspeed_affine.plan.segments import TransferSegment
 from deepspeed_affine.plan.transfer_plan import TransferPlan, misfilled
@@ -36,6 +36,8 @@ def run_plan(
     if type(scale_power) is not int:
         raise PolicyError(f"scale_power is {shown(scale_power)}; expected an integer.")
     segments = [each for each in plan.segments if each.target_rank in targets and each.numel]
+    if not all(each.is_sound for each in segments):
+        raise unsound("the plan")
     _check_plan(plan, segments, targets)
     read = _sources(segments, sources)
     written = {rank: shard.detach().view(-1) for rank, shard in targets.items()}

@@ -47,6 +47,16 @@ class TransferSegment:
         return self.source_offset + sum(spans) + 1
 
     @property
+    def is_sound(self) -> bool:
+        """Whether the members fit together. Planning and reading make no other; whoever makes one by hand may."""
+        numbers = (self.source_rank, self.source_offset, self.target_rank, self.target_offset)
+        return (
+            len(self.shape) == len(self.source_strides) == len(self.target_strides)
+            and min(*numbers, *self.source_strides, *self.target_strides, *self.shape) >= 0
+            and _is_scale(self.scale)
+        )
+
+    @property
     def row(self) -> tuple[object, ...]:
         """All members, in order."""
         source = (self.source_rank, self.source_offset, self.source_strides)

@@ -119,6 +119,15 @@ def one_parameter() -> dict[str, Any]:
     return {"differs": differs(move, rank, {"w": target}, report.unfilled), "sent": report.bytes_sent}
 
 
+CHANGES: dict[str, dict[str, Any]] = {
+    "overlapping plan": {"target_offset": 1},
+    "offset below zero": {"source_offset": -1},
+    "process below zero": {"source_rank": -1},
+    "no scale": {"scale": 0.0},
+}
+"""Of the first segment of a plan: process 0's, which begins at address 0."""
+
+
 def refused(what: str) -> dict[str, Any]:
     """What is raised where one rank has something else than the others, and whether its target is untouched."""
     move, rank = tp4_to_tp2(), dist.get_rank()
@@ -155,10 +164,12 @@ def refused(what: str) -> dict[str, Any]:
         options = {"staging_bytes": 10**5000}
     elif what == "endless power" and rank == 1:
         options = {"scale_power": -(10**5000)}
-    elif what == "overlapping plan":
+    elif what in CHANGES:
         first, *rest = plan.plans["w"].segments
-        moved = replace(first, target_offset=first.target_offset + 1)
-        plan = replace(plan, plans={"w": replace(plan.plans["w"], segments=(moved, *rest))})
+        changed = replace(first, **CHANGES[what])
+        plan = replace(plan, plans={"w": replace(plan.plans["w"], segments=(changed, *rest))})
+    elif what == "bad progress" and rank == 2:
+        options = {"progress": 5}
     elif what == "bad timeout" and rank == 3:
         options = {"timeout": "soon"}
     elif what == "two sides" and rank == 3:
