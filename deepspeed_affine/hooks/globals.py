@@ -76,8 +76,12 @@ def plan_globals(
     with_optimizer: bool,
     with_scheduler: bool,
     with_module_only: bool,
+    groups_in_order: bool,
 ) -> Globals:
-    """What of the checkpoint's global state this engine takes; what it cannot take is in ``report``, with reasons."""
+    """What of the checkpoint's global state this engine takes; what it cannot take is in ``report``, with reasons.
+
+    ``groups_in_order`` says that the engine's parameter groups continue the saved ones one by one.
+    """
     root = offered.model_root(*place_of(engine))
     found = Globals()
     for key, value in root.items():
@@ -90,7 +94,7 @@ def plan_globals(
         report.left("counters, scheduler and optimizer", "load_module_only was said")
         return found
     if with_scheduler:
-        _plan_scheduler(engine, root, offered, report, found)
+        _plan_scheduler(engine, root, offered, report, found, groups_in_order=groups_in_order)
     else:
         report.left("lr_scheduler", "load_lr_scheduler_states=False was said")
     _plan_dataset(engine, root, offered, report, found)
@@ -127,7 +131,15 @@ def place_of(engine: Any) -> tuple[int, int, int, int]:
     return int(mp), degree, dist.get_rank(group), dist.get_world_size(group)
 
 
-def _plan_scheduler(engine: Any, root: Mapping[str, Any], offered: Offered, report: Reporting, found: Globals) -> None:
+def _plan_scheduler(
+    engine: Any,
+    root: Mapping[str, Any],
+    offered: Offered,
+    report: Reporting,
+    found: Globals,
+    *,
+    groups_in_order: bool,
+) -> None:
     scheduler = getattr(engine, "lr_scheduler", None)
     saved = root.get("lr_scheduler")
     if scheduler is None:
@@ -159,7 +171,23 @@ def _plan_scheduler(engine: Any, root: Mapping[str, Any], offered: Offered, repo
             "hand, or resume with the kind of scheduler that was saved",
         )
         return
+    if not groups_in_order and _differs_by_group(state, len(groups)):
+        raise UnsupportedLayoutError(
+            "lr_scheduler: keeps values of every parameter group by its place, and the engine's groups have other "
+            "places or parameters than those that were saved, so that they would get each other's. Give the optimizer its "
+            "groups as they were saved, or say load_lr_scheduler_states=False and set it by hand."
+        )
     found.scheduler = state
+
+
+def _differs_by_group(state: Any, count: int) -> bool:
+    """Whether anywhere in ``state`` is a list of a value for each of ``count`` groups, and not of one value alone."""
+    if isinstance(state, Mapping):
+        return any(_differs_by_group(value, count) for value in state.values())
+    if not isinstance(state, (list, tuple)):
+        return False
+    per_group = len(state) == count and any(repr(value) != repr(state[0]) for value in state)
+    return per_group or any(_differs_by_group(value, count) for value in state)
 
 
 def _is_of_another_kind(scheduler: Any, state: Any) -> bool:

@@ -22,7 +22,13 @@ from deepspeed_affine.hooks.layouts import LiveParam, described
 from deepspeed_affine.hooks.matching import Matching, aliases_of, match_params, of_another_model
 from deepspeed_affine.hooks.offered import LOST, Offered
 from deepspeed_affine.hooks.optimizers import Partition, inner_optimizer, partitions
-from deepspeed_affine.hooks.param_groups import GroupPlan, foreign_options, match_groups, take_hyperparameters
+from deepspeed_affine.hooks.param_groups import (
+    GroupPlan,
+    foreign_options,
+    in_saved_order,
+    match_groups,
+    take_hyperparameters,
+)
 from deepspeed_affine.hooks.partition_load import Copy, DirectLoad, PartitionLoad, Planning, group_index
 from deepspeed_affine.hooks.policies import Strictness, first_line
 from deepspeed_affine.hooks.refresh import after_writing, before_writing
@@ -107,6 +113,7 @@ def load_checkpoint(
                 with_optimizer=with_states,
                 with_scheduler=load_lr_scheduler_states,
                 with_module_only=load_module_only,
+                groups_in_order=load.keeps_order,
             )
         load.write(threads, beside)
     finally:
@@ -229,16 +236,25 @@ class _Load:
             self.report.left("hyperparameters", "the checkpoint holds none")
             return
         self._compare_options(optimizer, groups, faults)
-        members: list[set[str]] = [set() for _ in groups]
+        try:
+            self.offered.check_hyperparameters()
+            self.groups = match_groups(groups, self._members(), self.offered.param_groups, self.offered.group_names)
+        except AffineError as fault:
+            faults.add(fault)
+
+    def _members(self) -> list[set[str]]:
+        """The parameters of every group of the engine, under the names they may have been saved by."""
+        members: list[set[str]] = [set() for _ in getattr(inner_optimizer(self.engine), "param_groups", None) or ()]
         for partition in self.cut:
             for name in partition.members:
                 live = self.lives.get(name)
                 members[group_index(partition)] |= {name, live.universal if live is not None else name}
-        try:
-            self.offered.check_hyperparameters()
-            self.groups = match_groups(groups, members, self.offered.param_groups, self.offered.group_names)
-        except AffineError as fault:
-            faults.add(fault)
+        return members
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether the engine's groups continue the saved ones one by one."""
+        return in_saved_order(self._members(), self.offered.group_names)
 
     def _compare_options(self, optimizer: Any, groups: Sequence[Mapping[str, Any]], faults: Faults) -> None:
         """Of an optimizer whose states are not known by its class, its options say whether another was saved."""

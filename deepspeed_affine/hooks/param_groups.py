@@ -10,7 +10,7 @@ from deepspeed_affine.errors import UnsupportedLayoutError
 from deepspeed_affine.hooks.report import Reporting
 from deepspeed_affine.storage.refs import Global, StandIn, TensorRef
 
-__all__ = ["GroupPlan", "foreign_options", "match_groups", "take_hyperparameters"]
+__all__ = ["GroupPlan", "foreign_options", "in_saved_order", "match_groups", "take_hyperparameters"]
 
 STRUCTURE = frozenset({"params", "name", "moe", "use_muon", "step"})
 """What a group is, and what is restored elsewhere: no hyperparameters."""
@@ -57,6 +57,12 @@ def match_groups(
         siblings = [other for it, other in enumerate(live) if it != at and set(origins[it]) & set(origins[at])]
         plans.append(_taken(group, [saved[origin] for origin in origins[at]], siblings))
     return plans
+
+
+def in_saved_order(members: Sequence[set[str]], saved_members: Sequence[set[str]] | None) -> bool:
+    """Whether every live group has parameters of the saved group of its number and of no other, as far as is known."""
+    saved = enumerate(saved_members or ())
+    return all(at == group for at, names in saved for group, own in enumerate(members) if names & own)
 
 
 def foreign_options(live: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[str]:

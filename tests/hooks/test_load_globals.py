@@ -123,6 +123,44 @@ def test_a_scheduler_goes_on_from_milestones_and_is_never_begun_again_unasked(tm
     assert not deepspeed_affine.load_checkpoint(other, tmp_path, "held", load_lr_scheduler_states=False).complete
 
 
+@pytest.mark.parametrize("target", [1, 3])
+def test_rates_that_a_scheduler_keeps_by_place_do_not_change_places(tmp_path, target):
+    def build(stage, seed, turned, rates=(0.03, 0.003)):
+        def make(groups):
+            groups = [{**group, "lr": rate} for group, rate in zip(groups, rates, strict=True)]
+            return torch.optim.AdamW(groups[::-1] if turned else groups)
+
+        engine = engines.make_engine(stage, optimizer=make, seed=seed, groups=2)
+        engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer.optimizer, lambda step: 0.9**step)
+        return engine
+
+    engine = build(1, 1, False)
+    engines.take_steps(engine, 2)
+    engine.save_checkpoint(str(tmp_path), tag="saved")
+    other = build(target, 2, True)
+    with pytest.raises(
+        UnsupportedLayoutError, match="lr_scheduler: keeps values of every parameter group by its place"
+    ):
+        deepspeed_affine.load_checkpoint(other, tmp_path)
+    with pytest.raises(
+        UnsupportedLayoutError, match="lr_scheduler: keeps values of every parameter group by its place"
+    ):
+        deepspeed_affine.load_checkpoint(other, tmp_path, load_optimizer_states=False)
+    assert other.global_steps == 0
+    report = deepspeed_affine.load_checkpoint(other, tmp_path, load_lr_scheduler_states=False)
+    rates = [group["lr"] for group in engine.optimizer.param_groups]
+    assert [group["lr"] for group in other.optimizer.param_groups] == rates[::-1]
+    assert [str(row).split(":")[0] for row in report.not_restored] == ["lr_scheduler"]
+
+    # One rate for all has no place.
+    engine = build(1, 1, False, (0.01, 0.01))
+    engines.take_steps(engine, 2)
+    engine.save_checkpoint(str(tmp_path), tag="alike")
+    other = build(target, 2, True, (0.01, 0.01))
+    assert deepspeed_affine.load_checkpoint(other, tmp_path).complete
+    assert engines.take_steps(other, 2, first=2) == pytest.approx(engines.take_steps(engine, 2, first=2), rel=1e-6)
+
+
 def test_counters_queues_and_dictionaries_with_defaults_of_the_client_state_come_back(tmp_path):
     counts = defaultdict(list, {"a": [1, torch.ones(2)]})
     state = {"seen": Counter("abca"), "last": deque([1, "x"], maxlen=5), "counts": counts, "none": defaultdict(None)}
