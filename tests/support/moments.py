@@ -22,16 +22,16 @@ class Moments:
         print("seed", seed)
         self.whole = whole
         self.random = random.Random(f"{seed} {of}")
-        self._began = 0.0
+        self._latest = self._share = 0.0
 
     def between(self, low: float, high: float) -> float:
         """After how many seconds the run that starts now is killed: between these shares of the whole."""
-        self._began = time.monotonic()
-        return self.random.uniform(low, high) * self.whole
+        self._latest, self._share = self.random.uniform(low, high) * self.whole, high
+        return self._latest
 
     def was_late(self) -> None:
-        """The run has ended by itself, just now."""
-        self.whole = time.monotonic() - self._began
+        """The run had ended by itself before: none of the next moments is later."""
+        self.whole = self._latest / self._share
 
     @contextmanager
     def another(self) -> Iterator[None]:
