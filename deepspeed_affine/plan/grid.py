@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from deepspeed_affine.errors import PolicyError
 from deepspeed_affine.ir import AffinePiece, ParamAffineMap, replicated_map
-from deepspeed_affine.ir.ints import row_major_strides
+from deepspeed_affine.ir.ints import INT64_MAX, product, row_major_strides, shown
 from deepspeed_affine.plan.partition import FlatGroup, over_storages, reserved_numel
 from deepspeed_affine.plan.placement import Placement
 
@@ -37,6 +37,8 @@ class Tensor:
     place: float = 0.0
 
     def __post_init__(self) -> None:
+        if product(self.shape) > INT64_MAX:
+            raise PolicyError(f"tensor {self.name!r}: shape {shown(self.shape)} has more elements than 64 bits count.")
         if self.axis is not None and not 0 <= self.axis < len(self.shape):
             raise PolicyError(f"tensor {self.name!r}: axis {self.axis} is no axis of shape {self.shape}.")
         if self.axis is not None and self.units and self.shape[self.axis] % self.units:
@@ -59,7 +61,7 @@ class Topology:
         """Read ``tp8,pp4,dp16,zero1``, in any order, what is left out being 1, and the ZeRO stage ``zero``."""
         found: dict[str, int] = {}
         for part in text.split(","):
-            match = re.fullmatch(r"(tp|pp|dp|zero)(\d{1,6})", part.strip())
+            match = re.fullmatch(r"(tp|pp|dp|zero)([0-9]{1,6})", part.strip())
             if match is None or match[1] in found:
                 raise PolicyError(
                     f"topology {text!r}: {part.strip()!r} is not one of tpN, ppN, dpN, zeroS, each once; "

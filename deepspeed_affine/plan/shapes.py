@@ -43,6 +43,16 @@ MODELS: Mapping[str, Mapping[str, int]] = {
 
 VOCABULARY = 32000
 
+LIKE_LLAMA = ("llama", "mistral")
+"""Values of ``model_type`` whose parameters are these and no others."""
+
+MOST_LAYERS = 1 << 16
+
+_LISTED = (
+    'Give a config.json of the Llama kind, or a list of tensors: {"tensors": [{"name": ..., "shape": [...], "axis": '
+    "...}]}."
+)
+
 
 def model_tensors(description: object) -> list[Tensor]:
     """The tensors of a model given as a ``config.json`` of the Llama kind, or as a list of tensors.
@@ -88,10 +98,16 @@ def _tensor(entry: object, place: float) -> Tensor:
 
 
 def llama_tensors(config: Mapping[str, Any]) -> list[Tensor]:
-    """Every parameter of a Llama of these sizes, cut as DeepSpeed's AutoTP cuts it: whole heads stay together."""
+    """Every parameter of a Llama of these sizes, cut as DeepSpeed's AutoTP cuts it: whole heads stay together.
+
+    Raises PolicyError where a size is missing or no number, or the configuration is of a model with other parameters.
+    """
+    _require_llama(config)
     hidden = _size(config, "hidden_size")
     layers = _size(config, "num_hidden_layers")
     heads = _size(config, "num_attention_heads")
+    if layers > MOST_LAYERS:
+        raise PolicyError(f"the model's num_hidden_layers is {shown(layers)}; expected {MOST_LAYERS:,} at the most.")
     shared = _size(config, "num_key_value_heads", heads)
     inner = _size(config, "intermediate_size")
     vocabulary = _size(config, "vocab_size", VOCABULARY)
@@ -116,13 +132,29 @@ def llama_tensors(config: Mapping[str, Any]) -> list[Tensor]:
     return found
 
 
+def _require_llama(config: Mapping[str, Any]) -> None:
+    """The configuration names no parameters that a Llama does not have: its sizes alone would tell nothing of them."""
+    kind = config.get("model_type", LIKE_LLAMA[0])
+    if kind not in LIKE_LLAMA:
+        raise PolicyError(
+            f"the model's model_type is {shown(kind)}; expected {' or '.join(LIKE_LLAMA)}, since others have other "
+            f"parameters. {_LISTED}"
+        )
+    for key in ("attention_bias", "mlp_bias"):
+        if config.get(key):
+            raise PolicyError(f"the model has {key}, and biases are not planned for. {_LISTED}")
+    tied = config.get("tie_word_embeddings")
+    if tied is not None and not isinstance(tied, bool):
+        raise PolicyError(f"the model's tie_word_embeddings is {shown(tied)}; expected true or false. {_LISTED}")
+    experts = sorted(key for key in config if "experts" in key and config[key])
+    if experts:
+        raise PolicyError(f"the model has {experts[0]}, and experts are not planned for. {_LISTED}")
+
+
 def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = config.get(key, default)
     if value is None and default is not None:
         value = default
     if type(value) is not int or value < 1:
-        raise PolicyError(
-            f"the model's {key} is {shown(value)}; expected a positive number. Give a config.json of the Llama kind, "
-            'or a list of tensors: {"tensors": [{"name": ..., "shape": [...], "axis": ...}]}.'
-        )
+        raise PolicyError(f"the model's {key} is {shown(value)}; expected a positive number. {_LISTED}")
     return value

@@ -301,7 +301,10 @@ def test_what_does_not_fit_together_is_refused():
         plan_model(places, places, policy="fastest")
 
 
-@pytest.mark.parametrize("text", ["", "tp", "tp0", "tp2,tp4", "zero4", "tp8;pp2", "ep2", "tp-1", "tp1234567"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "tp", "tp0", "tp2,tp4", "zero4", "tp8;pp2", "ep2", "tp-1", "tp1234567", "tp\N{ARABIC-INDIC DIGIT THREE}"],
+)
 def test_a_topology_that_cannot_be_read(text):
     with pytest.raises(PolicyError, match="topology"):
         Topology.parse(text)
