@@ -174,8 +174,8 @@ def _plan_scheduler(
     if not groups_in_order and _differs_by_group(state, len(groups)):
         raise UnsupportedLayoutError(
             "lr_scheduler: keeps values of every parameter group by its place, and the engine's groups have other "
-            "places or parameters than those that were saved, so that they would get each other's. Give the optimizer its "
-            "groups as they were saved, or say load_lr_scheduler_states=False and set it by hand."
+            "places or parameters than those that were saved, so that they would get each other's. Give the optimizer "
+            "its groups as they were saved, or say load_lr_scheduler_states=False and set it by hand."
         )
     found.scheduler = state
 

@@ -259,7 +259,7 @@ class Offered:
     def _number(self, value: Any) -> Number:
         """``value`` where it is one number, a tensor where it was stored as one."""
         number = read_number(value, self.reader) if isinstance(value, TensorRef) and not value.shape else value
-        if isinstance(number, bool) or not isinstance(number, (int, float)):
+        if not isinstance(number, (bool, int, float)):
             return None
         return _as_tensor(number, value) if isinstance(value, TensorRef) else number
 

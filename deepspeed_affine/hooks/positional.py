@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from deepspeed_affine.errors import UnsupportedLayoutError
 from deepspeed_affine.hooks.stored_params import FP32
 from deepspeed_affine.storage.refs import TensorRef
 
@@ -27,7 +28,7 @@ def positional_states(
 ) -> dict[str, Entry] | None:
     """By universal name the states, and master weights, of the parameters of ``groups``; None where groups of other
     numbers or shapes were saved. Empty where none were saved this way. A group with a parameter in ``apart`` is left
-    out: what was saved in its place is another rank's."""
+    out: what was saved in its place is another rank's. Raises UnsupportedLayoutError for a state of another kind."""
     saved = root.get("optimizer")
     if not isinstance(saved, Mapping):
         return {}
@@ -94,9 +95,15 @@ def _one_by_one(
     kept = masters if isinstance(masters, (list, tuple)) and len(masters) == len(members) else [None] * len(members)
     for live, number, master in zip(members, row, kept, strict=True):
         entry = {**(states.get(number) or {}), FP32: master}
-        for value in entry.values():
+        for state, value in entry.items():
             if isinstance(value, TensorRef) and value.shape and value.shape != live.layout.logical_shape:
                 return None
+            if not isinstance(value, (TensorRef, bool, int, float, type(None))):
+                raise UnsupportedLayoutError(
+                    f"optimizer state {state!r} of {live.name}: is a {type(value).__name__} in the checkpoint; expected "
+                    "a tensor or a number. Say load_optimizer_states=False, or keep it out of the optimizer's states.",
+                    param=live.name,
+                )
         found[live.universal] = {state: value for state, value in entry.items() if value is not None}
     return found
 

@@ -335,6 +335,34 @@ def test_states_by_position_that_do_not_fit_are_missing_and_not_begun_again_unas
     engines.take_steps(other, 1)
 
 
+class Odd(torch.optim.SGD):
+    """An optimizer that keeps more than tensors and steps."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].update(begun=True, rate=0.25, nothing=None, mean=parameter.detach() + 1)
+                self.state[parameter].update({"why": self.why} if hasattr(self, "why") else {})
+
+
+@pytest.mark.parametrize("target", [0, 1, 3])
+def test_states_by_position_may_be_numbers_and_flags_and_nothing_else(tmp_path, target):
+    odd = lambda groups: Odd(groups, lr=0.01)  # noqa: E731
+    engine = engines.make_engine(0, optimizer=odd)
+    engines.take_steps(engine, 1)
+    engine.save_checkpoint(str(tmp_path), tag="saved")
+    other = engines.make_engine(target, optimizer=odd, seed=2)
+    report = deepspeed_affine.load_checkpoint(other, tmp_path)
+    assert dict(report.states) == {"mean": 6}
+    inner = getattr(other.optimizer, "optimizer", other.optimizer)
+    for state in inner.state.values():
+        assert (state["begun"], state["rate"]) == (True, 0.25)
+    engine.optimizer.why = "text"
+    engines.take_steps(engine, 1)
+    engine.save_checkpoint(str(tmp_path), tag="text")
+    unchanged_by(other, tmp_path, match=r"optimizer state 'why' of \S+: is a str in the checkpoint; expected a tensor")
+
+
 def test_states_of_rows_and_columns_are_not_taken_for_those_of_elements(tmp_path):
     for stage in (0, 3):
         engine = engines.make_engine(stage, optimizer=adafactor)
