@@ -36,7 +36,6 @@ __all__ = ["LOST", "Offered", "Shape"]
 
 LOST = "optimizer states"
 """What ``Offered.place`` calls all of them together."""
-
 Shape = tuple[int, ...]
 Number = Any
 
@@ -116,6 +115,11 @@ class Offered:
         """The saved parameter groups have one value of each hyperparameter: here there is one of each."""
 
     # ---------------------------------------------------------------- model-state files
+
+    @property
+    def layers(self) -> Mapping[str, Any]:
+        """What the files of a pipeline's layers hold, by the names that the model has for it: here there are none."""
+        return {}
 
     @cached_property
     def model(self) -> ModelFile:
@@ -344,7 +348,7 @@ class Offered:
             held = tuple(fragment for fragment in fragments if fragment is not None)
             shape = self.model.frozen_shapes.get(name)
             return (held, shape) if len(held) == len(fragments) and shape is not None else None
-        found = (self.model.module or {}).get(name)
+        found = (self.model.module or self.layers).get(name)
         return ((found,), found.shape) if isinstance(found, TensorRef) and found.numel else None
 
     @cached_property

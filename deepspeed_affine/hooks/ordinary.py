@@ -80,8 +80,23 @@ class OrdinaryOffered(Offered):
         """A tensor the module keeps whole under that name, as its first file has it; None for what is cut."""
         if FP32 in self.folder.states.get(name, ()) and name in self.source.checkpoint.states:
             return None
-        found = (self.model.module or {}).get(name)
+        found = (self.model.module or self.layers).get(name)
         return found if isinstance(found, TensorRef) else None
+
+    @cached_property
+    def layers(self) -> Mapping[str, Any]:
+        """As ``Offered.layers``. A pipeline saves its module there, of which frozen parameters and buffers are nowhere
+        else. It calls a layer by its number, and tied ones by a name that their file does not have; of layers cut over
+        tensor-parallel ranks a file holds a part."""
+        files = self.source.checkpoint.folder.layer_files
+        if len({file.mp for file in files}) > 1:
+            return {}
+        found: dict[str, Any] = {}
+        for file in files:
+            root = self.load(file.path).root
+            if isinstance(root, Mapping):
+                found.update((f"{file.layer}.{name}", value) for name, value in root.items())
+        return found
 
     def check_hyperparameters(self) -> None:
         """As ``Offered.check_hyperparameters``; UnsupportedLayoutError where pipeline stages were given others."""

@@ -100,8 +100,8 @@ def _one_by_one(
                 return None
             if not isinstance(value, (TensorRef, bool, int, float, type(None))):
                 raise UnsupportedLayoutError(
-                    f"optimizer state {state!r} of {live.name}: is a {type(value).__name__} in the checkpoint; expected "
-                    "a tensor or a number. Say load_optimizer_states=False, or keep it out of the optimizer's states.",
+                    f"optimizer state {state!r} of {live.name}: is a {type(value).__name__} in the checkpoint; "
+                    "expected a tensor or a number. Say load_optimizer_states=False, or keep it out of the states.",
                     param=live.name,
                 )
         found[live.universal] = {state: value for state, value in entry.items() if value is not None}

@@ -304,6 +304,39 @@ def test_a_folder_of_checkpoints_is_none_itself(both):
     unchanged_by(engine, both.parent, both.name, kind=CheckpointFormatError, match="holds checkpoints and is none")
 
 
+@pytest.mark.parametrize("target", [1, 3])
+def test_what_no_optimizer_steps_of_a_pipeline_is_in_the_files_of_its_layers(tmp_path, target):
+    world = World(pp=2, dp=2, layer_files=True)
+    made = synthetic.make(world, params_of(world))
+    layer = {"scale": torch.arange(4.0), "count": torch.tensor(2**40 + 1)}
+    made.files["layer_03-model_00-model_states.pt"] = layer
+    made.save(tmp_path)
+
+    def model():
+        built = engines.Small(frozen=False)
+        del built._buffers["seen"]
+        third = torch.nn.Module()
+        third.scale = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+        third.register_buffer("count", torch.tensor(0))
+        built.add_module("3", third)
+        return built
+
+    engine = engines.make_engine(target, model=model(), seed=2)
+    report = deepspeed_affine.load_checkpoint(engine, tmp_path)
+    assert (len(report.weights), tuple(report.buffers)) == (8, ("3.count",))
+    found = held(engine)
+    assert (found["3.scale"].tolist(), int(found["3.count"])) == ([0.0, 1.0, 2.0, 3.0], 2**40 + 1)
+
+    # Of a layer that two ranks cut, each file has a part.
+    world = World(pp=2, tp=2, layer_files=True)
+    made = synthetic.make(world, params_of(world))
+    made.files.update({f"layer_03-model_{rank:02d}-model_states.pt": layer for rank in range(2)})
+    made.save(tmp_path / "cut")
+    engine = engines.make_engine(target, model=model(), seed=2)
+    error = unchanged_by(engine, tmp_path / "cut", match="2 missing")
+    assert {fault.param for fault in error.faults} == {"3.scale", None}
+
+
 # ---------------------------------------------------------------- what is refused
 
 
