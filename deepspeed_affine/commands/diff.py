@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_affine.commands.arguments import positive
+from deepspeed_affine.commands.folders import require_path
 from deepspeed_affine.commands.text import align, counted, say, size
 from deepspeed_affine.errors import PolicyError
 
@@ -70,8 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare and print; returns 0 when equal, 1 when different."""
     for name in ("a", "b"):
-        if not getattr(args, name):
-            raise PolicyError(f"{name.upper()}: is empty; expected a path. Is a shell variable not set?")
+        require_path(name.upper(), getattr(args, name))
     if args.layouts and args.contents:
         raise PolicyError("--layouts and --contents: each leaves the other part out; give one, or neither for both.")
     found = compare_folders(

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from deepspeed_affine.commands.limits import require_shards
 from deepspeed_affine.commands.text import say
 from deepspeed_affine.errors import InvalidMapError, PolicyError
 from deepspeed_affine.lowering.state_table import STEP
@@ -60,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     if args.segments and not args.json:
         raise PolicyError("--segments: is for --json; give both.")
     (source, source_states), (target, target_states) = _layout(args.source), _layout(args.target)
+    for path, layout in ((args.source, source), (args.target, target)):
+        require_shards(path, len(layout.params), layout.tp, layout.dp, layout.pp)
     placed = _placed(args, source, target, source_states or (None if source.states else target_states))
     left = sorted(placed[0].keys() - placed[1].keys()) if args.param is None else []
     held = source.states if source.states is not None or source_states is None else ()
@@ -102,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _layout(path: str) -> tuple[CheckpointLayout, dict[str, int] | None]:
     """The layout, and where the files themselves tell it, how many bytes of states an element of a parameter has."""
+    from deepspeed_affine.commands.folders import require_path
     from deepspeed_affine.commands.layout_file import read_layout
     from deepspeed_affine.commands.layout_of import layout_of
     from deepspeed_affine.commands.reshard import source_options
@@ -109,8 +113,7 @@ def _layout(path: str) -> tuple[CheckpointLayout, dict[str, int] | None]:
     from deepspeed_affine.execute.conversion import build_plan
     from deepspeed_affine.storage.files import absolute
 
-    if not path:
-        raise PolicyError("SOURCE or TARGET: is empty; expected a path. Is a shell variable not set?")
+    require_path("SOURCE or TARGET", path)
     if os.path.isfile(path):
         return read_layout(path), None
     checkpoint = read_checkpoint(absolute(path))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from deepspeed_affine.errors import CheckpointFormatError
+from deepspeed_affine.errors import CheckpointFormatError, PolicyError
 from deepspeed_affine.storage.files import is_file, is_folder, join, name_of, parent_of
 from deepspeed_affine.storage.private import private_path
 from deepspeed_affine.storage.urls import is_url
 
-__all__ = ["missing_folder", "require_folder"]
+__all__ = ["missing_folder", "require_folder", "require_path"]
+
+
+def require_path(option: str, path: str) -> None:
+    """``path`` says something; nothing at all would be the folder that the command runs in."""
+    if not path:
+        raise PolicyError(f"{option}: is empty; expected a path. Is a shell variable not set?")
 
 
 def require_folder(path: str) -> None:

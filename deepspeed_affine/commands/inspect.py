@@ -9,9 +9,9 @@ from typing import Any
 
 from deepspeed_affine.commands.describe import FORMAT, describe_checkpoint, fault_entries
 from deepspeed_affine.commands.describe_universal import describe_universal
-from deepspeed_affine.commands.folders import missing_folder, require_folder
+from deepspeed_affine.commands.folders import missing_folder, require_folder, require_path
 from deepspeed_affine.commands.text import align, counted, listed, say, say_faults, size
-from deepspeed_affine.errors import SHOWN_FAULTS, CheckpointFormatError, PolicyError
+from deepspeed_affine.errors import SHOWN_FAULTS, CheckpointFormatError
 from deepspeed_affine.storage.files import absolute, list_folder
 from deepspeed_affine.storage.folder import parse_name
 from deepspeed_affine.storage.universal import is_universal
@@ -32,8 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Describe and print; returns 0, or 2 after a folder that is incomplete, damaged, or no checkpoint."""
-    if not args.folder:
-        raise PolicyError("FOLDER: is empty; expected a path. Is a shell variable not set?")
+    require_path("FOLDER", args.folder)
     description = describe_folder(args.folder, with_params=args.params)
     if args.json:
         say(json.dumps(description, indent=1))

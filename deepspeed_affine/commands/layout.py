@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 
+from deepspeed_affine.commands.folders import require_path
 from deepspeed_affine.commands.layout_file import write_layout
 from deepspeed_affine.commands.layout_of import layout_of
 from deepspeed_affine.commands.reshard import source_options
@@ -26,6 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write or print the layout; no tensor is read."""
+    require_path("CHECKPOINT", args.checkpoint)
+    if args.output is not None:
+        require_path("--output", args.output)
     checkpoint = read_checkpoint(absolute(args.checkpoint))
     layout = layout_of(checkpoint, build_plan(checkpoint, source_options())[0])
     if args.output is not None:

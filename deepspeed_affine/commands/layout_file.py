@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import os
 
-from deepspeed_affine.errors import AffineError, CheckpointFormatError, PolicyError
+from deepspeed_affine.errors import AffineError, CheckpointFormatError, Faults, PolicyError
+from deepspeed_affine.ir.ints import shown
 from deepspeed_affine.plan.checkpoint_layout import CheckpointLayout
 from deepspeed_affine.plan.layout_document import layout_document, read_layout_document
+from deepspeed_affine.storage.dtypes import ITEM_SIZES
 from deepspeed_affine.storage.durable import replace_text
 
 __all__ = ["read_layout", "write_layout"]
+
+MOST_COPIES = 1 << 20
+"""Data-parallel copies: more are a slip of the pen, and would be counted one by one."""
 
 
 def read_layout(path: str) -> CheckpointLayout:
@@ -34,7 +39,28 @@ def read_layout(path: str) -> CheckpointLayout:
         raise CheckpointFormatError(
             f"{path}: is no JSON ({error}); expected a layout that ds_affine layout has written.", file=path
         ) from error
-    return read_layout_document(document, path)
+    layout = read_layout_document(document, path)
+    faults = Faults()
+    if layout.dp > MOST_COPIES:
+        faults.add(
+            CheckpointFormatError(
+                f"{path}: 'dp' is {shown(layout.dp)}; {MOST_COPIES:,} at the most is expected. The document was edited "
+                "or is damaged.",
+                file=path,
+            )
+        )
+    for name, param in layout.params.items():
+        if param.dtype not in ITEM_SIZES:
+            faults.add(
+                CheckpointFormatError(
+                    f"{path}: 'dtype' of {name!r} is {shown(param.dtype)}; the name of a dtype of torch is expected. "
+                    "The document was edited or is damaged.",
+                    param=name,
+                    file=path,
+                )
+            )
+    faults.raise_if_any()
+    return layout
 
 
 def write_layout(layout: CheckpointLayout, path: str) -> None:

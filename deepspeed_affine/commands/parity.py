@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_affine.commands.arguments import positive
+from deepspeed_affine.commands.folders import require_path
 from deepspeed_affine.errors import AffineError, CheckpointFormatError, PolicyError
 from deepspeed_affine.parity import FrozenSlices, ParityReport, ParityRow, Verdict, compare_universal
 
@@ -80,6 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare and print; returns 0 when equal, 1 when different, 2 when one of the converters failed."""
+    require_path("--input_folder", args.input_folder)
+    if args.workdir is not None:
+        require_path("--workdir", args.workdir)
     options = ParityOptions(args.strict, args.inject_missing_state, args.workers)
     if args.workdir is None:
         from deepspeed_affine.hooks.stock import plain_workdir

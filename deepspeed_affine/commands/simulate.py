@@ -7,15 +7,13 @@ import json
 import time
 from typing import Any
 
+from deepspeed_affine.commands.limits import require_shards
 from deepspeed_affine.commands.text import counted, say
 from deepspeed_affine.errors import PolicyError
 
 __all__ = ["add_arguments", "run"]
 
 FORMAT = 1
-
-MOST_SHARDS = 1 << 24
-"""What one side may have of all parameters together: 10,000 parameters on 1,600 processes, some gigabytes of plan."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,12 +71,7 @@ def run(args: argparse.Namespace) -> int:
     target = Topology.parse(args.target, source.zero)
     tensors = _tensors(args.model)
     for option, topology in (("--source", source), ("--target", target)):
-        shards = max(len(tensors) * topology.tp * topology.dp, topology.world)
-        if shards > MOST_SHARDS:
-            raise PolicyError(
-                f"{option} {topology}: makes {shards:,} shards of {counted(len(tensors), 'parameter')}; expected "
-                f"{MOST_SHARDS:,} at the most. Give fewer ranks, or a model of fewer tensors."
-            )
+        require_shards(f"{option} {topology}", len(tensors), topology.tp, topology.dp, topology.pp)
     place, width = (
         (state_placements, args.state_bytes) if args.what == "states" else (weight_placements, args.weight_bytes)
     )

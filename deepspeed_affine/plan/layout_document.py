@@ -110,7 +110,7 @@ def read_layout_document(document: object, subject: str = "the layout") -> Check
             hyperparameters=read.optional(
                 hyperparameters, lambda value: tuple(read.names(group) for group in read.sequence(value, "a group"))
             ),
-            states=read.optional(states, read.names),
+            states=read.optional(states, read.distinct),
             config=top.get("ds_config"),
             info=top.get("universal_checkpoint_info"),
             version=read.optional(top.get("ds_version"), lambda value: read.text(value, "'ds_version'")),
@@ -172,6 +172,12 @@ class _Reader:
 
     def names(self, value: object) -> tuple[str, ...]:
         return tuple(self.text(name, "a name") for name in self.sequence(value, "a list of names"))
+
+    def distinct(self, value: object) -> tuple[str, ...]:
+        found = self.names(value)
+        if len(set(found)) < len(found):
+            raise self._wrong("a list of names", value, "each once")
+        return found
 
     def maps(self, value: object) -> list[ParamAffineMap]:
         faults = Faults()

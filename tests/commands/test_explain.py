@@ -90,6 +90,51 @@ def test_a_layout_file_is_as_good_as_the_checkpoint(two, tmp_path, capsys):
     assert one == other
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda document: document["topology"].update(dp=10**30), "'dp' is 1000"),
+        (lambda document: document["topology"].update(dp=1 << 20), "shards of"),
+        (lambda document: document["params"]["norm"].update(dtype="float7"), "'dtype' of 'norm' is 'float7'"),
+        (lambda document: document["optimizer"].update(states=["exp_avg", "exp_avg"]), "each once"),
+    ],
+)
+def test_a_layout_file_that_is_damaged(two, tmp_path, monkeypatch, capsys, change, said):
+    """Checked before it is counted: degrees of thirty digits would be counted one by one."""
+    file = tmp_path / "layout.json"
+    assert ds_affine(["layout", two[0], "-o", str(file)]) == 0
+    document = json.loads(file.read_text())
+    change(document)
+    file.write_text(json.dumps(document))
+    monkeypatch.setattr("deepspeed_affine.commands.limits.MOST_SHARDS", 1 << 21)
+    capsys.readouterr()
+    assert ds_affine(["explain", str(file), two[1]]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert str(file) in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["layout", ""], "CHECKPOINT"),
+        (["layout", ".", "-o", ""], "--output"),
+        (["inspect", ""], "FOLDER"),
+        (["diff", "", "."], "A"),
+        (["parity", "--input_folder", ""], "--input_folder"),
+        (["parity", "--input_folder", ".", "--workdir", ""], "--workdir"),
+        (["explain", ".", ""], "SOURCE or TARGET"),
+    ],
+)
+def test_an_empty_path_is_not_the_folder_it_runs_in(two, monkeypatch, capsys, arguments, named):
+    monkeypatch.chdir(two[0])
+    assert ds_affine(arguments) == 2
+    assert capsys.readouterr().err == (
+        f"ds_affine: error: {named}: is empty; expected a path. Is a shell variable not set?\n"
+    )
+
+
 def test_two_paddings_of_a_vocabulary(tmp_path, capsys):
     def world(tp):
         return World(stage=1, tp=tp, dp=1)
