@@ -176,8 +176,15 @@ class _ModelFile:
         return self.target.params[self.rank.aliases.get(name, name)].kind
 
     def _frozen(self) -> list[str]:
-        names = self.rank.names or ()
-        return [name for name in names if name not in self.rank.aliases and self._kind(name) == "frozen"]
+        """The parameters that are frozen, and those that were when it was saved although the optimizer has them:
+        DeepSpeed looks up both among the frozen ones."""
+        late = {name for file in self.source.checkpoint.model_files for name in file.frozen_shapes}
+        return [
+            name
+            for name in self.rank.names or ()
+            if name not in self.rank.aliases
+            and (self._kind(name) == "frozen" or (name in late and self._kind(name) == "optimized"))
+        ]
 
     def _shape_groups(self) -> list[tuple[str, ...]]:
         return self.rank.sub_group_names() if self.target.stage == 3 else list(self.rank.groups)

@@ -242,6 +242,28 @@ def test_a_save_without_its_frozen_parameters_does_not_say_that_there_are_none(t
         assert (root["frozen_param_shapes"], root["frozen_param_fragments"]) == (None, None)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_parameter_frozen_after_the_optimizer_had_it_stays_among_the_frozen(tmp_path, stage):
+    """It is stepped no more and lies in the optimizer's partitions still, and DeepSpeed looks it up where it is not."""
+    params = params_of(frozen=False)
+    made = make(World(stage=stage, dp=2), params)
+    full = params[0].full
+    for dp in range(2 if stage == 3 else 1):
+        model = made.model(0, dp)
+        model["frozen_param_shapes"] = {"a.weight": full.shape}
+        held = full if stage == 2 else full.flatten().chunk(2)[dp]
+        model["frozen_param_fragments"] = {"a.weight": held.to(model["module"]["a.weight"].dtype)}
+    source = made.save(tmp_path / "in")
+    for to in (2, 3):
+        assert reshard(source, tmp_path / f"out{to}", "--dp", 3, "--zero-stage", to) == 0
+        roots = [model_of(tmp_path / f"out{to}", 0, dp if to == 3 else None) for dp in range(3 if to == 3 else 1)]
+        parts = [value(root["frozen_param_fragments"]["a.weight"]) for root in roots]
+        assert all(list(root["frozen_param_shapes"]) == ["a.weight"] for root in roots)
+        assert all("a.weight" in root["param_shapes"][0] for root in roots)
+        found = torch.cat([part.flatten() for part in parts])[: full.numel()]
+        assert torch.equal(found, full.flatten().to(found.dtype))
+
+
 def test_states_of_two_precisions_do_not_share_a_flat_tensor(tmp_path, capsys):
     made = make(World(stage=3, dp=2), params_of(frozen=False))
     for dp in range(2):
