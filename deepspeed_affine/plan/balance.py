@@ -9,8 +9,9 @@ for regions that could be shared among their holders: the least load T for which
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from deepspeed_affine.errors import InvalidMapError
@@ -104,10 +105,10 @@ def _repair(
     options: Mapping[int, tuple[int, ...]], shares: list[dict[int, int]], loads: dict[int, int], split_bytes: int | None
 ) -> None:
     """Move regions, and then parts of regions, off the heaviest sender for as long as the heaviest load falls."""
-    movable: dict[int, set[int]] = defaultdict(set)
-    for number in options:
-        for rank in shares[number]:
-            movable[rank].add(number)
+    movable: dict[int, _Movable] = defaultdict(_Movable)
+    for number, holders in options.items():
+        for rank, nbytes in shares[number].items():
+            movable[rank].add(holders, nbytes, number)
     heap = [(-load, rank) for rank, load in loads.items()]
     heapq.heapify(heap)
     splits = len({rank for holders in options.values() for rank in holders} | set(loads)) - 1
@@ -117,45 +118,73 @@ def _repair(
         if not heap:
             return
         heavy = heap[0][1]
-        move = _whole_move(heavy, movable[heavy], options, shares, loads)
+        move = _whole_move(heavy, movable[heavy], loads)
         if move is None and split_bytes is not None:
-            move = _part_move(heavy, movable[heavy], options, shares, loads, split_bytes, splits)
+            move = _part_move(heavy, movable[heavy].numbers(), options, shares, loads, split_bytes, splits)
         if move is None:
             return
         number, rank, nbytes = move
         before = len(shares[number])
-        shares[number][heavy] -= nbytes
-        if not shares[number][heavy]:
-            del shares[number][heavy]
-            movable[heavy].discard(number)
-        shares[number][rank] = shares[number].get(rank, 0) + nbytes
-        splits -= len(shares[number]) - before
-        movable[rank].add(number)
         for each, change in ((heavy, -nbytes), (rank, nbytes)):
+            had = shares[number].pop(each, 0)
+            if had:
+                movable[each].remove(options[number], had, number)
+            if had + change:
+                shares[number][each] = had + change
+                movable[each].add(options[number], had + change, number)
             loads[each] += change
             heapq.heappush(heap, (-loads[each], each))
+        splits -= len(shares[number]) - before
 
 
 Move = tuple[int, int, int]
 """Which demand, to which sender, how many bytes."""
 
 
-def _whole_move(
-    heavy: int,
-    movable: Iterable[int],
-    options: Mapping[int, tuple[int, ...]],
-    shares: Sequence[Mapping[int, int]],
-    loads: Mapping[int, int],
-) -> Move | None:
-    """The move of all that ``heavy`` sends of one region that leaves the heavier of the two lightest."""
+class _Movable:
+    """What one sender sends of regions that others hold too: ``(bytes, region)`` by the region's holders, rising."""
+
+    def __init__(self) -> None:
+        self.by_holders: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+
+    def add(self, holders: tuple[int, ...], nbytes: int, number: int) -> None:
+        insort(self.by_holders.setdefault(holders, []), (nbytes, number))
+
+    def remove(self, holders: tuple[int, ...], nbytes: int, number: int) -> None:
+        rows = self.by_holders[holders]
+        del rows[bisect_left(rows, (nbytes, number))]
+        if not rows:
+            del self.by_holders[holders]
+
+    def numbers(self) -> list[int]:
+        return [number for rows in self.by_holders.values() for _, number in rows]
+
+    def around(self, holders: tuple[int, ...], nbytes: int) -> Iterator[tuple[int, int]]:
+        """The largest of at most ``nbytes`` and the smallest of more, each the first region of its size."""
+        rows = self.by_holders[holders]
+        above = bisect_left(rows, (nbytes + 1, -1))
+        if above:
+            yield rows[bisect_left(rows, (rows[above - 1][0], -1))]
+        if above < len(rows):
+            yield rows[above]
+
+
+def _whole_move(heavy: int, movable: _Movable, loads: Mapping[int, int]) -> Move | None:
+    """The move of all that ``heavy`` sends of one region that leaves the heavier of the two lightest.
+
+    Of regions with the same holders that is one of the two whose size is next to half the difference of the loads.
+    """
     top = loads[heavy]
     best: tuple[int, Move] | None = None
-    for number in movable:
-        nbytes = shares[number][heavy]
-        rank = min(options[number], key=lambda each: (loads.get(each, 0), each))
-        level = max(loads.get(rank, 0) + nbytes, top - nbytes)
-        if rank != heavy and level < top and (best is None or (level, (number, rank, nbytes)) < best):
-            best = (level, (number, rank, nbytes))
+    for holders in movable.by_holders:
+        rank = min(holders, key=lambda each: (loads.get(each, 0), each))
+        if rank == heavy:
+            continue
+        load = loads.get(rank, 0)
+        for nbytes, number in movable.around(holders, (top - load) // 2):
+            level = max(load + nbytes, top - nbytes)
+            if level < top and (best is None or (level, (number, rank, nbytes)) < best):
+                best = (level, (number, rank, nbytes))
     return None if best is None else best[1]
 
 
