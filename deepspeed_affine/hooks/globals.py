@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,14 +156,6 @@ def _plan_scheduler(
             f"{fault.message} A schedule that starts again is none that continues: say load_lr_scheduler_states=False, "
             "and set it by hand."
         ) from fault
-    rates = state.get("base_lrs") if isinstance(state, Mapping) else None
-    groups = getattr(engine.optimizer, "param_groups", ())
-    if isinstance(rates, list) and len(rates) != len(groups):
-        report.left(
-            "lr_scheduler",
-            f"it was saved for {len(rates)} parameter groups and the engine has {len(groups)}; set it by hand",
-        )
-        return
     if _is_of_another_kind(scheduler, state):
         report.left(
             "lr_scheduler",
@@ -171,13 +163,31 @@ def _plan_scheduler(
             "hand, or resume with the kind of scheduler that was saved",
         )
         return
-    if not groups_in_order and _differs_by_group(state, len(groups)):
+    was, now = (sorted(set(_counts_of_groups(each))) for each in (state, scheduler.state_dict()))
+    counts = {*now, len(getattr(engine.optimizer, "param_groups", ()))}
+    if was != now:
+        raise UnsupportedLayoutError(
+            f"lr_scheduler: was saved for {was} parameter groups and the engine's has {now}; one number is expected. "
+            "Give the optimizer its groups as saved, or say load_lr_scheduler_states=False and set it by hand."
+        )
+    if not groups_in_order and any(_differs_by_group(state, count) for count in counts):
         raise UnsupportedLayoutError(
             "lr_scheduler: keeps values of every parameter group by its place, and the engine's groups have other "
             "places or parameters than those that were saved, so that they would get each other's. Give the optimizer "
             "its groups as they were saved, or say load_lr_scheduler_states=False and set it by hand."
         )
     found.scheduler = state
+
+
+def _counts_of_groups(state: Any) -> Iterator[int]:
+    """For how many groups the scheduler keeps a rate, and those that it is made of."""
+    if isinstance(state, Mapping):
+        rates = state.get("base_lrs")
+        if isinstance(rates, (list, tuple)):
+            yield len(rates)
+    if isinstance(state, (Mapping, list, tuple)):
+        for value in state.values() if isinstance(state, Mapping) else state:
+            yield from _counts_of_groups(value)
 
 
 def _differs_by_group(state: Any, count: int) -> bool:

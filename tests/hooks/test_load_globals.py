@@ -161,6 +161,26 @@ def test_rates_that_a_scheduler_keeps_by_place_do_not_change_places(tmp_path, ta
     assert engines.take_steps(other, 2, first=2) == pytest.approx(engines.take_steps(engine, 2, first=2), rel=1e-6)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_schedule_of_one_group_is_none_of_two(tmp_path, nested):
+    def build(groups, seed):
+        engine = engines.make_engine(1, groups=groups, seed=seed)
+        inner = engine.optimizer.optimizer
+        parts = [torch.optim.lr_scheduler.ExponentialLR(inner, 0.9) for _ in range(1 + nested)]
+        engine.lr_scheduler = torch.optim.lr_scheduler.SequentialLR(inner, parts, [2]) if nested else parts[0]
+        return engine
+
+    engine = build(1, 1)
+    engines.take_steps(engine, 1)
+    engine.save_checkpoint(str(tmp_path), tag="saved")
+    other = build(2, 2)
+    with pytest.raises(UnsupportedLayoutError, match=r"lr_scheduler: was saved for \[1\] parameter groups .*\[2\]"):
+        deepspeed_affine.load_checkpoint(other, tmp_path)
+    assert other.global_steps == 0
+    deepspeed_affine.load_checkpoint(other, tmp_path, load_lr_scheduler_states=False)
+    assert other.global_steps == 1
+
+
 def test_counters_queues_and_dictionaries_with_defaults_of_the_client_state_come_back(tmp_path):
     counts = defaultdict(list, {"a": [1, torch.ones(2)]})
     state = {"seen": Counter("abca"), "last": deque([1, "x"], maxlen=5), "counts": counts, "none": defaultdict(None)}
