@@ -289,12 +289,10 @@ def test_a_hostile_pickle_does_nothing(tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_state_of_more_elements_than_its_partition_is_not_cut_short(tmp_path, capsys, stage):
-    made = make(World(stage=stage, dp=2), PARAMS)
+def test_a_state_of_more_elements_than_its_partition_is_not_cut_short(tmp_path, capsys):
+    made = make(World(stage=3, dp=2), PARAMS)
     for dp in range(2):
-        root = made.optim(dp)["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
-        state = root["state"][1 if stage == 3 else 0]
+        state = made.optim(dp)["optimizer_state_dict"]["state"][1]
         state["exp_avg"] = torch.cat([state["exp_avg"], torch.ones(5)])
     assert reshard(made.save(tmp_path / "in"), tmp_path / "out", "--dp", 3) == 2
     assert "its partition has" in capsys.readouterr().err
