@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_affine.errors import CheckpointFormatError, Faults
@@ -25,7 +25,7 @@ from deepspeed_affine.lowering.zero import whole_pieces, zero3_interval
 from deepspeed_affine.storage.files import ByteReader, join
 from deepspeed_affine.storage.pt_reader import Loaded, load_pickle
 from deepspeed_affine.storage.refs import TensorRef
-from deepspeed_affine.storage.universal import UniversalFolder, read_number
+from deepspeed_affine.storage.universal import ZERO, UniversalFolder, read_number
 
 if TYPE_CHECKING:
     import torch
@@ -52,10 +52,11 @@ class Offered:
         self.stored = self._params(scaled_states)
         self._numbers: dict[str, dict[str, Number]] = {}
         self._by_position: dict[str, dict[str, Any]] = {}
+        self._model_file = cache(self._parse)
 
     def _params(self, scaled_states: ScaledStates) -> StoredParams:
         """What is stored parameter by parameter."""
-        return StoredParams(join(self.folder.path, "zero"), scaled_states)
+        return StoredParams(join(self.folder.path, ZERO), scaled_states)
 
     def load(self, path: str) -> Loaded:
         """The object graph of one file."""
@@ -143,7 +144,7 @@ class Offered:
         rest = [file.path for file in files[1:] if not file.dp and (file.mp or 0) % step == 0]
         return (first, *(self._model_file(path) for path in rest))
 
-    def _model_file(self, path: str) -> ModelFile:
+    def _parse(self, path: str) -> ModelFile:
         return read_model_file(path, ShardKey(0, 0), 0, self.load(path).root)
 
     def model_root(self, mp: int, mp_degree: int, dp: int, dp_degree: int) -> Mapping[str, Any]:
